@@ -1,0 +1,1 @@
+"""The paged KV resource: declarations, retention, pages, plan and manager."""
