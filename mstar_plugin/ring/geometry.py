@@ -12,7 +12,7 @@ from functools import lru_cache
 
 
 def bucket(frame: int, dilation: int) -> int:
-    """Kept frames before `frame`, where the cursor stands: `ceil(f / d)`. Example: f=17, d=8 -> 3."""
+    """Kept frames before `frame`, the cursor's position: `ceil(f / d)`. Example: f=17, d=8 -> 3."""
     return -(-frame // dilation)
 
 
@@ -29,7 +29,8 @@ def is_write_step(frame: int, dilation: int) -> bool:
 def write_slot(frame: int, dilation: int, buckets: int) -> int | None:
     """Slot that a committing pass of `frame` overwrites, or None where it keeps nothing.
 
-    The frame itself, in all its passes, no longer sees what is there. Example: d=8, b=4 -> f=31 None, f=32 0.
+    The frame itself, in all its passes, no longer sees what is there.
+    Example: d=8, b=4 -> f=31 None, f=32 0.
     """
     return slot(frame, dilation, buckets) if is_write_step(frame, dilation) else None
 
