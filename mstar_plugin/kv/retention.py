@@ -1,8 +1,9 @@
 """Retention arithmetic: which pages a query still sees, as a pure function of its position.
 
-Letters: `S` page size, `P` protected prefix, `B` context budget, `n` tokens stored before a query (so the
-query sits at position `n`), `F = ceil(P / S)` pages that are never released. All counts are tokens unless a
-name says pages. Integers only: the same functions serve the scheduler, the worker and the tests.
+Letters: `S` page size, `P` protected prefix, `B` context budget, `n` tokens stored before a query
+(so the query sits at position `n`), `F = ceil(P / S)` pages that are never released. All counts are
+tokens unless a name says pages. Integers only: the same functions serve the scheduler, the worker
+and the tests.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def released_pages(
     """Pages behind the protected ones that a query at position `num_stored` no longer sees.
 
     `max(0, min((n - P - B) // S, n // S - F))`, which equals `max(0, (n - D) // S)` with `D` from
-    `dense_tokens`: the commit rule of `RetentionPolicy` in closed form, so the answer does not depend on how
-    the tokens were cut into steps. Grows by at most one page per token.
+    `dense_tokens`: the commit rule of `RetentionPolicy` in closed form, so the answer does not
+    depend on how the tokens were cut into steps. Grows by at most one page per token.
     Example: B=24, P=7, S=8 -> 0 for n=38, 1 for n=39, 2 for n=47.
     """
     dense = dense_tokens(context_budget, protected_prefix, page_size)
@@ -40,7 +41,9 @@ def released_pages(
 
 
 def first_release(context_budget: int, protected_prefix: int, page_size: int) -> int:
-    """Smallest `n` at which a page is released; every earlier position is computed as by full attention."""
+    """Smallest `n` at which a page is released; every earlier position is computed as by full
+    attention.
+    """
     return dense_tokens(context_budget, protected_prefix, page_size) + page_size
 
 
@@ -55,10 +58,11 @@ def resident_tokens(
 def max_resident_pages(
     context_budget: int, protected_prefix: int, page_size: int, in_flight_tokens: int
 ) -> int:
-    """Most pages a stream holds while `in_flight_tokens` are being computed behind the processed ones.
+    """Most pages a stream holds while `in_flight_tokens` are being computed behind the processed
+    ones.
 
-    `ceil((D + S + q) / S)`: fewer than `D + S` tokens stay resident (`D` from `dense_tokens`) and `q` more are
-    written before the next release. Example: B=128, P=32, S=32, q=64 -> 8.
+    `ceil((D + S + q) / S)`: fewer than `D + S` tokens stay resident (`D` from `dense_tokens`) and
+    `q` more are written before the next release. Example: B=128, P=32, S=32, q=64 -> 8.
     """
     dense = dense_tokens(context_budget, protected_prefix, page_size)
     return -(-(dense + page_size + in_flight_tokens) // page_size)
