@@ -1,4 +1,4 @@
-"""The adapter for architectures nobody speaks for: the common keys, and no claim they do not make."""
+"""The adapter for architectures nobody speaks for: reads common keys, claims nothing else."""
 
 from __future__ import annotations
 

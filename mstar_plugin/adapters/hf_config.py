@@ -98,7 +98,7 @@ class ConfigReader:
         return cls(values=text, architecture=architecture, defaults=defaults or {})
 
     def get(self, key: str) -> Any:
-        """The value under `key` or another of its names, the family's default where none is there."""
+        """The value under `key` or another of its names, else the family's default."""
         found = [self.values[name] for name in ALIASES.get(key, (key,)) if name in self.values]
         if not found:
             return self.defaults.get(key)
@@ -118,6 +118,15 @@ class ConfigReader:
         """A positive integer, or None where the key is absent."""
         value = self.get(key)
         return None if value is None else _checked_count(key, value)
+
+    def whole_number(self, key: str) -> int:
+        """An integer of at least 0, and 0 where the key is absent."""
+        value = self.get(key)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{key} must be an integer of at least 0, got {value!r}")
+        return value
 
     def counts(self, key: str, num_layers: int) -> tuple[int, ...]:
         """One positive integer per layer, from a list of that length or from one number for all
