@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,17 @@ class PageIndices(list[int]):
 
 def concatenated_pages(page_lists: Sequence[Sequence[int]]) -> Int32Array:
     """All page ids in one row: a copy of the packed bytes where every list is a `PageIndices`."""
-    packed = [pages.packed for pages in page_lists if type(pages) is PageIndices]
-    if len(packed) == len(page_lists):
-        return np.frombuffer(bytearray().join(packed), dtype=np.int32)
-    page_ids: list[int] = []
-    for pages in page_lists:
-        page_ids += pages
-    return int32_array(page_ids)
+    try:
+        packed = bytearray().join(map(_PACKED, page_lists))
+    except AttributeError:
+        page_ids: list[int] = []
+        for pages in page_lists:
+            page_ids += pages
+        return int32_array(page_ids)
+    return np.frombuffer(packed, dtype=np.int32)
+
+
+_PACKED = attrgetter("packed")
 
 
 class HostLens(Tensor):
@@ -105,18 +110,16 @@ class PinnedIndexRing:
         """
         if self._current < 0:
             self.begin_plan()
-        buffer = self._next_buffer(len(values))
-        filled = buffer[: len(values)]
-        _fill(filled.numpy(), values)
-        return filled
+        buffer, memory = self._next_buffer(len(values))
+        _fill(memory[: len(values)], values)
+        return buffer[: len(values)]
 
-    def _next_buffer(self, needed: int) -> Tensor:
+    def _next_buffer(self, needed: int) -> tuple[Tensor, Int32Array]:
         buffers = self._sets[self._current]
         if self._taken == len(buffers):
             buffers.append(self._allocate(max(self._numel, needed)))
-        elif buffers[self._taken].numel() < needed:
-            size = max(needed, 2 * buffers[self._taken].numel())
-            buffers[self._taken] = self._allocate(size)
+        elif (size := len(buffers[self._taken][1])) < needed:
+            buffers[self._taken] = self._allocate(max(needed, 2 * size))
         self._taken += 1
         return buffers[self._taken - 1]
 
@@ -127,8 +130,9 @@ class PinnedIndexRing:
         copied.record(self._stream)
         self._copied[self._current] = copied
 
-    def _allocate(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.int32, pin_memory=self._on_cuda)
+    def _allocate(self, numel: int) -> tuple[Tensor, Int32Array]:
+        buffer = torch.empty(numel, dtype=torch.int32, pin_memory=self._on_cuda)
+        return buffer, buffer.numpy()
 
 
 def _fill(target: Int32Array, values: Sequence[int] | npt.NDArray[Any] | Tensor) -> None:

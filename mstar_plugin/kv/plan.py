@@ -164,16 +164,15 @@ def build_paged_indptrs(
     """
     columns = zip(*segments, strict=True) if segments else ((),) * len(SequenceView._fields)
     _, _, page_lists, lengths, queries, starts, _ = columns
-    num_pages = int32_array([len(pages) for pages in page_lists])
-    last = (int32_array(lengths) + int32_array(starts) - 1) % page_size + 1
-    lens = (num_pages - 1) * page_size + last
-    if not num_pages.all():
-        last[num_pages == 0] = 0
-        lens[num_pages == 0] = 0
+    counts = int32_array([*queries, *map(len, page_lists), *lengths, *starts])
+    counts = counts.reshape(4, len(segments))
+    offsets = np.zeros((2, len(segments) + 1), dtype=np.int32)
+    counts[:2].cumsum(axis=1, out=offsets[:, 1:])
+    last, lens = _row_lengths(counts[1], counts[2] + counts[3], page_size)
     place = torch.from_numpy if ring is None else ring.take
     return PagedIndptrs(
-        place(_offsets(int32_array(queries))),
-        place(_offsets(num_pages)),
+        place(offsets[0]),
+        place(offsets[1]),
         place(concatenated_pages(page_lists)),
         place(last),
         torch.from_numpy(lens).as_subclass(HostLens),
@@ -221,10 +220,15 @@ def group_by_plan_label(
     return groups
 
 
-def _offsets(counts: Int32Array) -> Int32Array:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
-    counts.cumsum(out=offsets[1:])
-    return offsets
+def _row_lengths(
+    num_pages: Int32Array, ends: Int32Array, page_size: int
+) -> tuple[Int32Array, Int32Array]:
+    last = (ends - 1) % page_size + 1
+    lens = (num_pages - 1) * page_size + last
+    if not num_pages.all():
+        last[num_pages == 0] = 0
+        lens[num_pages == 0] = 0
+    return last, lens
 
 
 def _context_only(view: SequenceView, query_span: int, page_size: int) -> SequenceView:
