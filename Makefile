@@ -1,0 +1,47 @@
+# make serve [MODEL=folder-or-hub-id] [PORT=8000] [ARGS='--max-model-len 4096']
+# make env [PYTHON=python3.12] · model · test · test-fast · lint · bench · wheel · clean
+
+SMOLLM2 := .models/SmolLM2-135M-Instruct
+GEMMA   := .models/gemma-3-270m
+MODEL   ?= $(SMOLLM2)
+PORT    ?= 8000
+ARGS    ?=
+PYTHON  ?=
+BIN     := .venv/bin
+
+.PHONY: env model model-gemma serve test test-fast lint bench wheel clean
+.DEFAULT_GOAL := serve
+
+env:
+	@PYTHON="$(PYTHON)" $(or $(PYTHON),python3) scripts/install_env.py
+
+model: env
+	@test -d $(SMOLLM2) || $(BIN)/python scripts/fetch_model.py $(notdir $(SMOLLM2))
+
+model-gemma: env
+	@test -d $(GEMMA) || $(BIN)/python scripts/fetch_model.py $(notdir $(GEMMA))
+
+serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
+	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT) -- $(ARGS)
+
+test: env model model-gemma
+	@$(BIN)/python -m pytest
+
+# No server is started: under two minutes.
+test-fast: env model
+	@$(BIN)/python -m pytest -m "not server and not slow and not gpu"
+
+lint: env
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy scripts $(wildcard benchmarks/*.py examples/*.py)
+	@$(BIN)/lint-imports
+
+wheel: env
+	@$(BIN)/python -m build --wheel --no-isolation
+
+# What is expensive to bring back stays: .venv and .models.
+clean:
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find mstar_plugin integrations models tests -name __pycache__ -type d -prune -exec rm -rf {} +
