@@ -1,0 +1,98 @@
+"""KV cache specs: what a converted layer's blocks are, and how many one request can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Self
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_plugin.kv.retention import max_resident_pages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_NOT_OURS = tuple(
+    field.name
+    for field in fields(FullAttentionSpec)
+    if field.name not in {known.name for known in fields(AttentionSpec)}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionSpec(AttentionSpec):
+    """A full-attention layer whose requests may be bounded.
+
+    It does not derive from `FullAttentionSpec`, whose `merge` would turn it back into one. The
+    scheduler counts in blocks of `page_tokens`; a kernel's smaller blocks keep that number.
+    """
+
+    context_budget: int | None = None
+    """The server's budget in tokens; None where only requests bring policies."""
+    protected_prefix: int = 0
+    """The server's protected tokens."""
+    in_flight_tokens: int = 0
+    """Tokens that can be scheduled and not yet settled, lookahead included."""
+    release_tokens: int | None = None
+    """Tokens of the page that is released at once, where it is not the block itself."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of the page that is released at once."""
+        return self.release_tokens or self.block_size
+
+    @property
+    def policy(self) -> RetentionPolicy | None:
+        """The server's policy."""
+        if self.context_budget is None:
+            return None
+        return RetentionPolicy(self.context_budget, self.protected_prefix)
+
+    def cap_blocks(self, policy: RetentionPolicy | None) -> int | None:
+        """Most blocks a request under `policy` holds at once; None where nothing bounds it."""
+        if policy is None:
+            return None
+        return max_resident_pages(
+            policy.context_budget,
+            policy.protected_prefix,
+            self.page_tokens,
+            self.in_flight_tokens,
+        )
+
+    def admission_cap(self) -> int | None:
+        """Most blocks any request of this server holds: a page more than the server's own policy.
+
+        A request may move tokens from the budget to the prefix, whose rounding can add one page.
+        """
+        cap = self.cap_blocks(self.policy)
+        return None if cap is None else cap + 1
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        cap = self.admission_cap()
+        return min(blocks, cap or blocks) * self.page_size_bytes
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        return replace(self, block_size=block_size, release_tokens=self.page_tokens)
+
+
+def converted(
+    spec: AttentionSpec, policy: RetentionPolicy | None, in_flight_tokens: int
+) -> AttentionSpec:
+    """`spec` as a `RetentionSpec` where it is plain full attention, else `spec` itself."""
+    if type(spec) is not FullAttentionSpec or _is_special(spec):
+        return spec
+    return replace_as(
+        spec,
+        RetentionSpec,
+        drop=_NOT_OURS,
+        context_budget=policy.context_budget if policy else None,
+        protected_prefix=policy.protected_prefix if policy else 0,
+        in_flight_tokens=in_flight_tokens,
+    )
+
+
+def _is_special(spec: FullAttentionSpec) -> bool:
+    return bool(spec.sliding_window or spec.attention_chunk_size or spec.non_causal)

@@ -1,0 +1,98 @@
+"""Front end: a request's own policy is checked, made plain numbers, and kept apart in the prefix
+cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_vllm import compat
+from mstar_vllm.plugin import is_selected
+from mstar_vllm.policy import (
+    BUDGET_KEY,
+    PREFIX_KEY,
+    PolicyError,
+    check_keys,
+    has_policy,
+    request_policy,
+)
+from mstar_vllm.serving import ServingPlan, serving_plan
+
+
+def hook_input_processor() -> None:
+    """Check requests where they enter: offline and over HTTP alike."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    compat.wrap_method(InputProcessor, "process_inputs", _process_inputs)
+
+
+def bind_policy(request: Any, plan: ServingPlan, max_model_len: int) -> None:
+    """Check the policy that an `EngineCoreRequest` brings and write it back as numbers.
+
+    Its prefix-cache salt then names the policy, because keys and values behind the first release
+    depend on it. Raises PolicyError.
+    """
+    params = request.sampling_params
+    if params is None:
+        return
+    check_keys(params.extra_args)
+    if not has_policy(params.extra_args):
+        return
+    if plan.obstacle is not None:
+        raise PolicyError(_first_key(params), f"this server cannot bound requests: {plan.obstacle}")
+    policy = request_policy(params.extra_args, plan.retention, _prompt_length(request))
+    assert policy is not None
+    _check_fits(policy, max_model_len)
+    params.extra_args = {
+        **params.extra_args,
+        BUDGET_KEY: policy.context_budget,
+        PREFIX_KEY: policy.protected_prefix,
+    }
+    request.cache_salt = _salt(request.cache_salt, policy)
+
+
+def _process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
+    request = original(processor, *args, **kwargs)
+    plan = _plan_of(processor)
+    if plan is not None:
+        try:
+            bind_policy(request, plan, processor.model_config.max_model_len)
+        except PolicyError as error:
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(str(error), parameter=error.parameter) from None
+    return request
+
+
+def _plan_of(processor: Any) -> ServingPlan | None:
+    kept: dict[str, ServingPlan | None] = vars(processor)
+    if "_mstar_plan" not in kept:
+        config = processor.vllm_config
+        kept["_mstar_plan"] = serving_plan(config) if is_selected(config) else None
+    return kept["_mstar_plan"]
+
+
+def _prompt_length(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return len(request.prompt_embeds)
+
+
+def _check_fits(policy: RetentionPolicy, max_model_len: int) -> None:
+    total = policy.context_budget + policy.protected_prefix
+    if total > max_model_len:
+        raise PolicyError(
+            BUDGET_KEY,
+            f"{BUDGET_KEY} + {PREFIX_KEY} must not exceed max_model_len {max_model_len}, "
+            f"got {total}",
+        )
+
+
+def _first_key(params: Any) -> str:
+    return BUDGET_KEY if BUDGET_KEY in params.extra_args else PREFIX_KEY
+
+
+def _salt(salt: str | None, policy: RetentionPolicy) -> str:
+    return f"{salt or ''}|mstar:{policy.context_budget}:{policy.protected_prefix}"

@@ -1,0 +1,129 @@
+"""What one server does: its model, its policy, and why requests cannot be bounded where they
+cannot.
+
+A pure function of vLLM's configuration, so that the front end, the scheduler and the workers agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mstar_plugin.adapters import Adapter, find_adapter
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_plugin.model_kv import LayerKind, ModelKV
+from mstar_vllm.settings import Settings, settings_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+GENERIC = "generic"
+_TEXT_DRAFTS = ("ngram", "ngram_gpu", "suffix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """adapter: name of the model's adapter. model: what it declares, None without an adapter.
+    retention: the server's policy. obstacle: why no request can be bounded, None where it can."""
+
+    settings: Settings
+    adapter: str
+    model: ModelKV | None
+    retention: RetentionPolicy | None
+    obstacle: str | None
+
+
+def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
+    """The plan that `vllm_config` asks for; ValueError where it cannot be honoured."""
+    settings = settings_of(vllm_config)
+    name, model = declared_model(vllm_config)
+    obstacle = retention_obstacle(vllm_config, model)
+    if settings.retention is not None and obstacle is not None:
+        raise ValueError(
+            f"mstar cannot bound requests with {obstacle}; leave out "
+            "additional_config['mstar']['retention'] or that feature"
+        )
+    retention = settings.retention
+    if retention is None and obstacle is None and model is not None:
+        retention = model.retention
+    return ServingPlan(
+        settings=settings, adapter=name, model=model, retention=retention, obstacle=obstacle
+    )
+
+
+def declared_model(vllm_config: VllmConfig) -> tuple[str, ModelKV | None]:
+    """The adapter's name and its declaration; ("generic", None) where nobody speaks for it."""
+    model_config = vllm_config.model_config
+    adapter: Adapter | None = find_adapter(model_config.architectures)
+    if adapter is None:
+        return GENERIC, None
+    return adapter.name, adapter.declare(model_config.hf_config)
+
+
+def retention_obstacle(vllm_config: VllmConfig, model: ModelKV | None) -> str | None:
+    """The first feature of this server that rules out bounded requests, or None."""
+    for feature, is_present in _OBSTACLES:
+        if is_present(vllm_config):
+            return feature
+    if model is not None:
+        return model.retention_refusal or _table_obstacle(vllm_config, model)
+    return _generic_obstacle(vllm_config)
+
+
+def in_flight_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens of one request that can be scheduled before its processed ones let blocks go."""
+    return vllm_config.max_in_flight_tokens + vllm_config.num_speculative_tokens
+
+
+def _table_obstacle(vllm_config: VllmConfig, model: ModelKV) -> str | None:
+    """Learned positions end with their table; rotary ones do not."""
+    if model.max_positions is None or any(layer.rotary for layer in model.layers):
+        return None
+    if vllm_config.model_config.max_model_len > model.max_positions:
+        return f"learned positions past their table of {model.max_positions}"
+    return None
+
+
+def _generic_obstacle(vllm_config: VllmConfig) -> str | None:
+    config = vllm_config.model_config.hf_text_config
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
+        return "ALiBi"
+    return None
+
+
+def _has_windows_without_hybrid_manager(config: VllmConfig) -> bool:
+    if not config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return False
+    _, model = declared_model(config)
+    if model is None:
+        return config.model_config.get_sliding_window() is not None
+    return any(layer.kind is not LayerKind.FULL for layer in model.layers)
+
+
+def _drafts_with_a_model(config: VllmConfig) -> bool:
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method not in _TEXT_DRAFTS
+
+
+_OBSTACLES: tuple[tuple[str, Callable[[VllmConfig], bool]], ...] = (
+    ("MLA attention", lambda config: config.model_config.use_mla),
+    ("an encoder-decoder model", lambda config: config.model_config.is_encoder_decoder),
+    ("a pooling model", lambda config: config.model_config.runner_type != "generate"),
+    ("state-space layers", lambda config: config.model_config.is_hybrid),
+    ("bidirectional prefixes", lambda config: config.model_config.is_mm_prefix_lm),
+    ("reference sliding windows", lambda config: config.model_config.rswa_window is not None),
+    (
+        "decode context parallelism",
+        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+    ),
+    (
+        "prefill context parallelism",
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+    ),
+    ("dual-batch overlap", lambda config: config.parallel_config.use_ubatching),
+    ("a KV connector", lambda config: config.kv_transfer_config is not None),
+    ("fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
+    ("the hybrid KV cache manager disabled", _has_windows_without_hybrid_manager),
+    ("speculation by a draft model", _drafts_with_a_model),
+)

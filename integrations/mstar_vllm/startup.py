@@ -1,0 +1,34 @@
+"""Checks in the front end, before anything is spawned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mstar_vllm import compat
+from mstar_vllm.serving import serving_plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BLOCK_MULTIPLE = 16
+
+
+def check_configuration(vllm_config: VllmConfig) -> None:
+    """Refuse by name what cannot be served; called again for copies, so it changes nothing."""
+    compat.check_engine_version(compat.engine_version())
+    if vllm_config.model_config is None:
+        return
+    _check_block_size(vllm_config)
+    serving_plan(vllm_config)
+    from mstar_vllm.requests import hook_input_processor
+
+    hook_input_processor()
+
+
+def _check_block_size(vllm_config: VllmConfig) -> None:
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size % BLOCK_MULTIPLE:
+        raise ValueError(
+            f"--block-size must be a multiple of {BLOCK_MULTIPLE} with mstar, "
+            f"got {cache.block_size}"
+        )
