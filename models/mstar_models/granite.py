@@ -37,7 +37,7 @@ class GraniteHybridAdapter(DecoderAdapter):
     """Mamba and attention layers; `position_embedding_type` decides on rotary positions."""
 
     def default_layer_type(self, config: ConfigReader, index: int) -> str:
-        return "mamba"
+        return "linear_attention"
 
     def rotary(
         self, config: ConfigReader, types: tuple[str, ...], index: int, head_dim: int

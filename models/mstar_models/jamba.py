@@ -16,7 +16,7 @@ class JambaAdapter(DecoderAdapter):
     def default_layer_type(self, config: ConfigReader, index: int) -> str:
         period = config.count("attn_layer_period")
         offset = config.whole_number("attn_layer_offset")
-        return FULL if index % period == offset else "mamba"
+        return FULL if index % period == offset else "linear_attention"
 
     def rotary(
         self, config: ConfigReader, types: tuple[str, ...], index: int, head_dim: int

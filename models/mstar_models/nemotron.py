@@ -10,7 +10,7 @@ from mstar_plugin.adapters import ConfigReader, DecoderAdapter, HeadShape
 from mstar_plugin.adapters.layer_types import FULL
 from mstar_plugin.model_kv import Rotary
 
-PATTERN_LETTERS = {"*": FULL, "M": "mamba", "-": "mlp", "E": "moe"}
+PATTERN_LETTERS = {"*": FULL, "M": "linear_attention", "-": "mlp", "E": "moe"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,9 @@ from mstar_plugin.adapters.interface import Adapter, HFConfig
 from mstar_plugin.adapters.layer_types import (
     FULL,
     SLIDING,
+    count_layers,
+    has_recurrent_layers,
     listed_layer_types,
-    recurrent_refusal,
     storing_kind,
     window_of,
 )
@@ -62,7 +63,7 @@ class DecoderAdapter(Adapter):
 
     def declare(self, hf_config: HFConfig) -> ModelKV:
         config = ConfigReader.of(hf_config, defaults=self.defaults)
-        types = self.layer_types(config, config.count("num_hidden_layers"))
+        types = self.layer_types(config, self.count_layers(config))
         return ModelKV(
             architecture=config.architecture,
             layers=tuple(
@@ -73,6 +74,10 @@ class DecoderAdapter(Adapter):
             max_positions=config.optional_count(self.positions_key),
             retention_refusal=self.retention_refusal(config, types),
         )
+
+    def count_layers(self, config: ConfigReader) -> int:
+        """Layers of the decoder, those without KV included."""
+        return count_layers(config)
 
     def layer_types(self, config: ConfigReader, num_layers: int) -> tuple[str, ...]:
         """Type of every layer: `layer_types` where the config lists them, else the family's own
@@ -182,4 +187,4 @@ class DecoderAdapter(Adapter):
             return self.refusal
         if config.get("dual_chunk_attention_config") is not None:
             return refusals.DUAL_CHUNK
-        return recurrent_refusal(types)
+        return refusals.RECURRENT if has_recurrent_layers(types) else None

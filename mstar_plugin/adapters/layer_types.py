@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mstar_plugin.adapters import refusals
 from mstar_plugin.model_kv import LayerKind
 
 if TYPE_CHECKING:
@@ -14,22 +13,22 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 
+LISTS = ("layer_types", "layers_block_type")
+PRESENT_NAMES = {"attention": FULL, "mamba": "linear_attention"}
+
 STORING = {
     FULL: LayerKind.FULL,
-    "attention": LayerKind.FULL,
     SLIDING: LayerKind.SLIDING,
     CHUNKED: LayerKind.CHUNKED,
+    "hybrid": LayerKind.FULL,
+    "hybrid_sliding": LayerKind.SLIDING,
 }
-RECURRENT = frozenset(
-    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "lightning_attention"}
-)
-WITHOUT_KV = RECURRENT | {"moe", "mlp"}
+RECURRENT = frozenset({"linear_attention", "conv", "recurrent", "hybrid", "hybrid_sliding"})
+WITHOUT_KV = (RECURRENT | {"moe", "mlp"}) - STORING.keys()
 
 
 def storing_kind(layer_type: str) -> LayerKind | None:
-    """Kind of a layer that stores KV, None for recurrent and other layers. Raises ValueError for
-    unknown names.
-    """
+    """Kind of a layer that stores KV, None for others. Raises ValueError for unknown names."""
     if layer_type in STORING:
         return STORING[layer_type]
     if layer_type in WITHOUT_KV:
@@ -38,17 +37,27 @@ def storing_kind(layer_type: str) -> LayerKind | None:
     raise ValueError(f"layer_types must name known types ({known}), got {layer_type!r}")
 
 
+def count_layers(config: ConfigReader) -> int:
+    """`num_hidden_layers`, or the length of the list of layer types in files that leave it out."""
+    if config.get("num_hidden_layers") is None:
+        for key in LISTS:
+            if isinstance(config.get(key), list | tuple):
+                return len(config.get(key))
+    return config.count("num_hidden_layers")
+
+
 def listed_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...] | None:
-    """`layer_types` (or `layers_block_type`) of the config, None where it has neither.
+    """The config's list of layer types under its present names, None where it has none.
 
     Raises ValueError where the list is not one known name per layer.
     """
-    for key in ("layer_types", "layers_block_type"):
+    for key in LISTS:
         listed = config.sequence(key, length=num_layers)
         if listed is not None:
-            for layer_type in listed:
-                storing_kind(str(layer_type))
-            return tuple(FULL if layer_type == "attention" else layer_type for layer_type in listed)
+            names = tuple(PRESENT_NAMES.get(str(name), str(name)) for name in listed)
+            for name in names:
+                storing_kind(name)
+            return names
     return None
 
 
@@ -71,9 +80,6 @@ def window_of(config: ConfigReader, *, default_on: bool) -> int | None:
     return config.optional_count("sliding_window")
 
 
-def recurrent_refusal(types: tuple[str, ...]) -> str | None:
-    """Why a model with recurrent layers cannot drop tokens, or None where it has no such layer."""
-    for layer_type in types:
-        if layer_type in RECURRENT:
-            return refusals.recurrent(layer_type)
-    return None
+def has_recurrent_layers(types: tuple[str, ...]) -> bool:
+    """Whether some layer keeps a state instead of, or beside, its KV."""
+    return not RECURRENT.isdisjoint(types)

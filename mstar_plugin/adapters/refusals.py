@@ -8,8 +8,4 @@ LATENT = "latent attention (MLA) layers take no page list with gaps"
 CROSS_ATTENTION = "cross-attention layers read the keys of an encoder, which must all stay"
 DUAL_CHUNK = "dual chunk attention renumbers positions inside every chunk"
 UNKNOWN_POSITIONS = "its config does not say how positions enter attention"
-
-
-def recurrent(layer_type: str) -> str:
-    """Why a model with recurrent layers of this type cannot drop tokens."""
-    return f"its {layer_type} layers keep a state that cannot forget released tokens"
+RECURRENT = "its recurrent layers keep a state that cannot forget released tokens"
