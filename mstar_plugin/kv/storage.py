@@ -249,9 +249,7 @@ class KVSpec(NodeResourceSpec):
 
     @property
     def resource_class(self) -> type[Resource]:
-        """`RingKVManager` for a ring, `KVManager` otherwise; the manager is imported here and not
-        before.
-        """
+        """`RingKVManager` for a ring, `KVManager` otherwise; imported here and not before."""
         if isinstance(self.config, RingKVConfig):
             from mstar_plugin.ring.manager import RingKVManager
 
