@@ -26,9 +26,8 @@ class Gemma3Adapter(DecoderAdapter):
 
     def window(self, config: ConfigReader) -> int | None:
         window = super().window(config)
-        if window is not None and config.flag("use_bidirectional_attention", default=False):
-            return window // 2 + 1
-        return window
+        is_bidirectional = config.get("use_bidirectional_attention") in (True, "all")
+        return window // 2 + 1 if window is not None and is_bidirectional else window
 
     def soft_cap(self, config: ConfigReader) -> float | None:
         return None

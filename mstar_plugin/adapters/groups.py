@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,15 @@ DEFAULT_NODES = frozenset({"decoder"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
-    """Layers of one storage: same kind, window, heads and head size. `key` is its name."""
+    """Layers of one storage: same kind, window, heads and head size. `key` is its name.
+
+    `kind` and `window_tokens` are those in force: a window nothing ever leaves is none.
+    """
 
     key: str
+    kind: LayerKind
+    window_tokens: int | None
     layers: tuple[LayerKV, ...]
-
-    @property
-    def kind(self) -> LayerKind:
-        return self.layers[0].kind
 
     @property
     def elements_per_token(self) -> int:
@@ -38,47 +40,63 @@ class KVGroup:
         return sum(layer.elements_per_token for layer in self.layers)
 
 
-def kv_groups(model: ModelKV, *, max_seq_len: int | None = None) -> tuple[KVGroup, ...]:
-    """The model's KV resources in the order of their first layer; layers that read another layer's
-    KV store none.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Storage:
+    kind: LayerKind
+    window_tokens: int | None
+    num_kv_heads: int
+    num_qo_heads: int
+    head_dim: int
+    kv_lora_rank: int | None
 
-    A window of at least `max_seq_len` tokens never hides a key, so such layers count as full ones.
+
+def kv_groups(model: ModelKV, *, max_seq_len: int | None = None) -> tuple[KVGroup, ...]:
+    """The model's KV resources in the order of their first layer.
+
+    Layers that read another layer's KV store none. A window of at least `max_seq_len` tokens (by
+    default the model's own bound) never hides a key, so such layers count as full ones.
     """
-    found: dict[tuple[object, ...], list[LayerKV]] = {}
+    bound = max_seq_len if max_seq_len is not None else model.max_positions
+    found: dict[_Storage, list[LayerKV]] = {}
     for layer in model.storing_layers:
-        found.setdefault(_storage(layer, max_seq_len), []).append(layer)
-    keys = _distinct_keys(list(found))
+        found.setdefault(_storage(layer, bound), []).append(layer)
     return tuple(
-        KVGroup(key=key, layers=tuple(layers))
-        for key, layers in zip(keys, found.values(), strict=True)
+        KVGroup(
+            key=key,
+            kind=storage.kind,
+            window_tokens=storage.window_tokens,
+            layers=tuple(found[storage]),
+        )
+        for key, storage in _named(found)
     )
 
 
-def _storage(layer: LayerKV, max_seq_len: int | None) -> tuple[object, ...]:
+def _storage(layer: LayerKV, max_seq_len: int | None) -> _Storage:
     kind, window = layer.kind, layer.window_tokens
     if max_seq_len is not None and window is not None and window >= max_seq_len:
         kind, window = LayerKind.FULL, None
-    return (
-        kind,
-        window,
-        layer.num_kv_heads,
-        layer.head_dim,
-        layer.num_qo_heads,
-        layer.kv_lora_rank,
+    return _Storage(
+        kind=kind,
+        window_tokens=window,
+        num_kv_heads=layer.num_kv_heads,
+        num_qo_heads=layer.num_qo_heads,
+        head_dim=layer.head_dim,
+        kv_lora_rank=layer.kv_lora_rank,
     )
 
 
-def _distinct_keys(storages: list[tuple[object, ...]]) -> list[str]:
-    """`full`, `sliding_512`, ...; a second group of the same kind and window names heads."""
-    keys: list[str] = []
-    for kind, window, num_kv_heads, head_dim, num_qo_heads, _ in storages:
-        key = f"{kind}" if window is None else f"{kind}_{window}"
-        if key in keys:
-            key = f"{key}_{num_kv_heads}x{head_dim}"
-        if key in keys:
-            key = f"{key}_q{num_qo_heads}"
-        keys.append(key)
-    return keys
+def _named(storages: Iterable[_Storage]) -> Iterator[tuple[str, _Storage]]:
+    """`full`, `sliding_512`, ...; a second group of the same kind and window names its heads."""
+    taken: set[str] = set()
+    for storage in storages:
+        window = storage.window_tokens
+        key = storage.kind.value if window is None else f"{storage.kind.value}_{window}"
+        if key in taken:
+            key = f"{key}_{storage.num_kv_heads}x{storage.head_dim}"
+        if key in taken:
+            key = f"{key}_q{storage.num_qo_heads}"
+        taken.add(key)
+        yield key, storage
 
 
 def kv_specs_of(
@@ -119,6 +137,7 @@ def layouts_of(
     prompt_tokens: int,
     tokens_per_iteration: int,
     retention: RetentionPolicy | None,
+    max_seq_len: int | None,
 ) -> dict[str, dict[str, StreamLayout]]:
     """Layout of the one stream "main" per group; a ring cache keeps no stream and has none."""
     if model.ring is not None:
@@ -136,5 +155,5 @@ def layouts_of(
                 retention=None if group.kind in WINDOWED_KINDS else policy,
             )
         }
-        for group in kv_groups(model)
+        for group in kv_groups(model, max_seq_len=max_seq_len)
     }

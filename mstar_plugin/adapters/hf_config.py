@@ -72,7 +72,7 @@ def architectures_of(hf_config: HFConfig) -> tuple[str, ...]:
     named = plain_mapping(hf_config).get("architectures")
     if named is None:
         return ()
-    if isinstance(named, str) or not all(isinstance(name, str) for name in named):
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
         raise ValueError(f"architectures must be a list of names, got {named!r}")
     return tuple(named)
 

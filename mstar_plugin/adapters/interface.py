@@ -59,6 +59,7 @@ class Adapter(ABC):
         prompt_tokens: int,
         tokens_per_iteration: int = 1,
         retention: RetentionPolicy | None = None,
+        max_seq_len: int | None = None,
     ) -> dict[str, dict[str, StreamLayout]]:
         """Per resource key and label, how the stream of one request grows, for use of the library
         without a server.
@@ -72,4 +73,5 @@ class Adapter(ABC):
             prompt_tokens=prompt_tokens,
             tokens_per_iteration=tokens_per_iteration,
             retention=retention,
+            max_seq_len=max_seq_len,
         )

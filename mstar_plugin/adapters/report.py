@@ -134,7 +134,7 @@ def _group_cost(group: KVGroup, sizing: Sizing, *, is_retained: bool) -> GroupCo
 
 def _pages(group: KVGroup, sizing: Sizing) -> int:
     """Pages a stream of N tokens holds: all, or what `W - 1` keys and one step can straddle."""
-    window = group.layers[0].window_tokens
+    window = group.window_tokens
     if window is None:
         return sizing.stream_pages
     held = window - 1 + sizing.step_tokens
