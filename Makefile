@@ -39,6 +39,7 @@ lint: env
 	@$(BIN)/lint-imports
 
 wheel: env
+	@rm -rf dist
 	@$(BIN)/python -m build --wheel --no-isolation
 
 # What is expensive to bring back stays: .venv and .models.

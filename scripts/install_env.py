@@ -223,6 +223,7 @@ def check_vllm() -> None:
 
 
 def install(wanted_python: str | None, flavour: str) -> None:
+    is_update = STAMP.exists()
     STAMP.unlink(missing_ok=True)
     create_venv(wanted_python)
     upgrade_pip()
@@ -232,7 +233,8 @@ def install(wanted_python: str | None, flavour: str) -> None:
         install_cpu_flavour()
     install_project()
     remove_broken_neighbours()
-    check_vllm()
+    if not is_update:
+        check_vllm()
 
 
 def main() -> None:
