@@ -1,0 +1,193 @@
+"""Admission of one step: every page it needs, or none and the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mstar_plugin.kv.flight import Flight
+from mstar_plugin.kv.forks import fork_needs
+from mstar_plugin.kv.sharing import drop_lease
+from mstar_plugin.kv.state import KVState
+from mstar_plugin.kv.streams import (
+    IN_FLIGHT,
+    LEASED,
+    NULL_ROW,
+    OFFLOADED,
+    OFFLOADING,
+    STAGED,
+    IntArray,
+    Lease,
+    Stream,
+)
+from mstar_plugin.step import (
+    AdmitFailedReason,
+    AdmitRuntimeError,
+    AllocationFailed,
+    RequestOffloading,
+)
+
+_BLOCKING = IN_FLIGHT | STAGED | OFFLOADING | OFFLOADED
+
+
+def reserve(state: KVState, flight: Flight) -> AdmitFailedReason | None:
+    """Give every stream of the flight the pages it needs; on a refusal nothing has changed."""
+    blocked = _blocked(state, flight)
+    if blocked is None:
+        _take_leases(state, flight)
+        rows, needs = _page_needs(state, flight)
+        short = state.pages_short(int(needs[needs > 0].sum()))
+        if not short:
+            _hand_out(state, flight, rows, needs)
+            _copy_partial_pages(state, flight)
+            return None
+        blocked = _refusal(state, rows, needs, short)
+    undo(state, flight)
+    return blocked
+
+
+def undo(state: KVState, flight: Flight) -> None:
+    """Give back exactly what the admission took: pages from the tail, leases, new streams.
+
+    Pages of a fork target that has been copied already stay with it.
+    """
+    table = state.table
+    copied = [target for _, target in flight.pre_forks] if flight.forked else []
+    # Backwards, so that the next admission takes the same pages.
+    for stream, count in reversed(flight.acquired):
+        if stream not in copied:
+            first = int(table.num_pages[stream.row]) - count
+            state.pool.release(reversed(table.drop_pages(stream.row, first, count)))
+            table.generation[stream.row] += 1
+    for stream, lease in flight.leases:
+        if stream in copied:
+            release_partial(state, lease)
+        else:
+            _restore_lease(state, stream, lease)
+    close_opened(state, flight)
+    flight.acquired, flight.leases = [], []
+
+
+def close_opened(state: KVState, flight: Flight) -> None:
+    """Forget the streams the flight opened, unless something has been stored in them."""
+    for stream in flight.opened:
+        if state.table.is_open(stream) and not state.table.stored[stream.row]:
+            drop_lease(state, stream)
+            state.pool.release(state.table.page_list(stream.row))
+            state.table.close(stream)
+    flight.opened = []
+
+
+def withdraw(state: KVState, flight: Flight) -> None:
+    """Undo what a step admitted ahead of time may not leave behind; its pages stay for the next.
+
+    Leases become leases again, so that asking for the cached prefix gives the same answer.
+    """
+    for stream, lease in flight.leases:
+        _restore_lease(state, stream, lease)
+    close_opened(state, flight)
+    flight.acquired, flight.leases = [], []
+
+
+def release_partial(state: KVState, lease: Lease) -> None:
+    """Let go of the page that was copied when the lease became the stream's."""
+    if lease.partial is not None:
+        state.pool.release([lease.partial])
+
+
+def _blocked(state: KVState, flight: Flight) -> AdmitFailedReason | None:
+    for opened in flight.opened:
+        siblings = state.table.of_request(opened.request_id)
+        if any(state.table.has(stream, OFFLOADING | OFFLOADED) for stream in siblings):
+            return RequestOffloading(opened.label, opened.request_id)
+    rows = flight.touched_rows()
+    flags = state.table.flags[rows] & _BLOCKING
+    if not flags.any():
+        return None
+    row = int(rows[np.flatnonzero(flags)[0]])
+    stream = state.table[row]
+    if state.table.flags[row] & (OFFLOADING | OFFLOADED):
+        return RequestOffloading(stream.label, stream.request_id)
+    return AdmitRuntimeError(
+        f"{stream} has a step in flight already: commit it or roll it back before the next"
+    )
+
+
+def _take_leases(state: KVState, flight: Flight) -> None:
+    table = state.table
+    rows = flight.touched_rows()
+    for row in rows[(table.flags[rows] & LEASED) > 0].tolist():
+        stream = table[row]
+        lease = stream.lease
+        if lease is not None:
+            table.set_pages(row, [*lease.pages, *table.page_list(row)])
+            table.stored[row] = lease.tokens
+            table.generation[row] += 1
+            flight.leases.append((stream, lease))
+            stream.lease = None
+    if flight.leases:
+        table.unmark(rows, LEASED)
+
+
+def _restore_lease(state: KVState, stream: Stream, lease: Lease) -> None:
+    table = state.table
+    table.set_pages(stream.row, table.page_list(stream.row)[len(lease.pages) :])
+    table.stored[stream.row] = 0
+    table.generation[stream.row] += 1
+    stream.lease = lease
+    table.mark([stream.row], LEASED)
+
+
+def _page_needs(state: KVState, flight: Flight) -> tuple[IntArray, IntArray]:
+    """Rows of the streams and the pages to add to each; 0 or less where there are enough."""
+    table, rows = state.table, flight.rows
+    ends = table.stored[rows] + flight.spans
+    needs: IntArray = -(-ends // state.config.page_size) - table.num_pages[rows]
+    if not flight.pre_forks and not flight.post_forks:
+        needs[rows == NULL_ROW] = 0
+        return rows, needs
+    own = dict(zip(rows.tolist(), needs.tolist(), strict=True))
+    own.update((target.row, 0) for _, target in flight.pre_forks)
+    for row, missing in fork_needs(flight, state).items():
+        own[row] = max(own.get(row, 0), missing)
+    own[NULL_ROW] = 0
+    return np.array(list(own), dtype=np.int64), np.array(list(own.values()), dtype=np.int64)
+
+
+def _hand_out(state: KVState, flight: Flight, rows: IntArray, needs: IntArray) -> None:
+    table = state.table
+    for index in np.flatnonzero(needs > 0).tolist():
+        row, count = int(rows[index]), int(needs[index])
+        table.append_pages(row, state.pool.acquire(count))
+        table.generation[row] += 1
+        flight.acquired.append((table[row], count))
+
+
+def _copy_partial_pages(state: KVState, flight: Flight) -> None:
+    for stream, lease in flight.leases:
+        if lease.partial is not None:
+            first_own = int(state.table.pages[stream.row, len(lease.pages)])
+            state.cache.copy_pages([lease.partial], [first_own])
+
+
+def _refusal(state: KVState, rows: IntArray, needs: IntArray, short: int) -> AdmitFailedReason:
+    index = int(np.flatnonzero(needs > 0)[-1])
+    stream = state.table[int(rows[index])]
+    most = _pages_of_request(state, stream.request_id, rows, needs)
+    if most > state.pool.num_usable:
+        return AdmitRuntimeError(
+            f"request {stream.request_id!r} needs {most} pages at once and the pool has "
+            f"{state.pool.num_usable}: shorten the request or give the cache more pages"
+        )
+    return AllocationFailed(short, stream.label, stream.request_id)
+
+
+def _pages_of_request(state: KVState, request_id: str, rows: IntArray, needs: IntArray) -> int:
+    table, size = state.table, state.config.page_size
+    touched = dict(zip(rows.tolist(), needs.tolist(), strict=True))
+    total = 0
+    for row in table.rows[request_id].values():
+        if row in touched:
+            total += int(table.num_pages[row]) + touched[row]
+        else:
+            total += -(-int(table.stored[row]) // size)
+    return total

@@ -1,0 +1,217 @@
+"""A step between admission and commit: its rows as arrays, and what admission took for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from mstar_plugin.kv.config import KVStep
+from mstar_plugin.kv.plan import KVPlanOutputs, group_by_plan_label
+from mstar_plugin.kv.streams import NULL_ROW, IntArray, Lease, Stream, StreamTable
+from mstar_plugin.step import Segment, StepContext
+
+ForkPair = tuple[Stream, Stream]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One admitted step. Arrays are in packed order, plan label after plan label.
+
+    `rows`: table row each segment writes to, the null row for padding, sinks and streams removed
+    since. `readers`: the row its stored length comes from, which a sink keeps. `spans`: tokens.
+    `groups`: plan label -> its part of the arrays. `writes`: plan label -> cache row of each token.
+    """
+
+    step: KVStep
+    slot: int
+    segments: Sequence[Segment]
+    groups: dict[str, slice]
+    rows: IntArray
+    readers: IntArray
+    spans: IntArray
+    opened: list[Stream] = field(default_factory=list)
+    acquired: list[tuple[Stream, int]] = field(default_factory=list)
+    leases: list[tuple[Stream, Lease]] = field(default_factory=list)
+    pre_forks: list[ForkPair] = field(default_factory=list)
+    post_forks: list[ForkPair] = field(default_factory=list)
+    forked: bool = False
+    fenced: list[int] = field(default_factory=list)
+    outputs: KVPlanOutputs | None = None
+    planned_ahead: bool = False
+    writes: dict[str, Tensor] = field(default_factory=dict)
+
+    def is_for(self, step: KVStep, ctx: StepContext) -> bool:
+        """Whether this is the flight of that step: an equal step in the same slot."""
+        return self.slot == ctx.slot and (self.step is step or self.step == step)
+
+    def forked_streams(self) -> list[Stream]:
+        return [stream for pair in self.pre_forks + self.post_forks for stream in pair]
+
+    def touched_rows(self) -> IntArray:
+        """Rows of every stream the step reads or writes."""
+        extra = [stream.row for stream in self.forked_streams()]
+        if not extra:
+            return self.rows
+        return np.concatenate([self.rows, np.array(extra, dtype=np.int64)])
+
+    def forget(self, stream: Stream) -> None:
+        """Leave a stream out of what is still to come: it is being removed or reset."""
+        self.rows = np.where(self.rows == stream.row, NULL_ROW, self.rows)
+        self.readers = np.where(self.readers == stream.row, NULL_ROW, self.readers)
+        self.pre_forks = [pair for pair in self.pre_forks if stream not in pair]
+        self.post_forks = [pair for pair in self.post_forks if stream not in pair]
+        self.opened = [other for other in self.opened if other is not stream]
+        self.acquired = [taken for taken in self.acquired if taken[0] is not stream]
+        self.leases = [lease for lease in self.leases if lease[0] is not stream]
+
+
+def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
+    """The step as arrays; streams used for the first time are opened and noted in the flight.
+
+    `ValueError` or `KeyError`, with nothing opened, for a step that can never run.
+    """
+    if step.segments is None:
+        raise ValueError("segments of a KV step must be given, got None: name them or its step's")
+    segments, groups = _packed(step, step.segments)
+    spans = np.array([segment[2] for segment in segments], dtype=np.int64)
+    if len(spans) and spans.min() < 0:
+        raise ValueError(f"spans must be 0 or more, got {int(spans.min())}")
+    if step.pre_forks or step.post_forks:
+        _check_forks(step, ctx, segments, table)
+    opened: list[Stream] = []
+    readers = _rows(step, ctx, segments, table, opened)
+    flight = Flight(
+        step=step,
+        slot=ctx.slot,
+        segments=segments,
+        groups=groups,
+        rows=_without_sinks(segments, step.sink, readers),
+        readers=readers,
+        spans=spans,
+        opened=opened,
+    )
+    flight.pre_forks = _fork_pairs(step, step.pre_forks, ctx, table, opened)
+    if step.commit:
+        flight.post_forks = _fork_pairs(step, step.post_forks, ctx, table, opened)
+    return flight
+
+
+def _packed(
+    step: KVStep, segments: tuple[Segment, ...]
+) -> tuple[Sequence[Segment], dict[str, slice]]:
+    """The segments in packed order, and the part of each plan label."""
+    labels = {segment[1] for segment in segments}
+    if len(labels) == 1 and not step.combined_labels:
+        return segments, {labels.pop(): slice(0, len(segments))}
+    packed: list[Segment] = []
+    groups: dict[str, slice] = {}
+    for label, members in group_by_plan_label(segments, step.combined_labels).items():
+        groups[label] = slice(len(packed), len(packed) + len(members))
+        packed += members
+    return packed, groups
+
+
+def _padding_ids(ctx: StepContext) -> frozenset[str]:
+    if len(ctx.padded_request_ids) == len(ctx.request_ids):
+        return frozenset()
+    return frozenset(ctx.padded_request_ids) - frozenset(ctx.request_ids)
+
+
+def _check_forks(
+    step: KVStep, ctx: StepContext, segments: Sequence[Segment], table: StreamTable
+) -> None:
+    for request_id in _forking_ids(step, ctx):
+        labels = {s.label for s in segments if s.request_id == request_id}
+        labels |= table.rows.get(request_id, {}).keys()
+        for source, target in (*step.pre_forks, *step.post_forks):
+            if source == target or source not in labels:
+                raise ValueError(
+                    f"a fork must copy an open label to another one, request {request_id!r} "
+                    f"has {sorted(labels)}, got {source!r} to {target!r}"
+                )
+            labels.add(target)
+
+
+def _forking_ids(step: KVStep, ctx: StepContext) -> list[str]:
+    only = step.fork_rids
+    return [rid for rid in ctx.request_ids if only is None or rid in only]
+
+
+def _rows(
+    step: KVStep,
+    ctx: StepContext,
+    segments: Sequence[Segment],
+    table: StreamTable,
+    opened: list[Stream],
+) -> IntArray:
+    by_request = table.rows
+    padding = _padding_ids(ctx)
+    try:
+        if padding:
+            raise KeyError
+        rows = [by_request[request_id][label] for request_id, label, _ in segments]
+    except KeyError:
+        _check_ids(segments, padding, table)
+        rows = [_open_row(segment, padding, step.sink, table, opened) for segment in segments]
+    if len(set(rows)) != len(rows):
+        _check_ids(segments, padding, table)
+    return np.array(rows, dtype=np.int64)
+
+
+def _check_ids(segments: Sequence[Segment], padding: frozenset[str], table: StreamTable) -> None:
+    if len({segment[:2] for segment in segments}) != len(segments):
+        raise ValueError("a stream must appear once in a step, the segments name one twice")
+    for request_id in {segment[0] for segment in segments} - padding:
+        if request_id not in table.rows:
+            raise ValueError(f"request {request_id!r} must be ingested before its first step")
+
+
+def _open_row(
+    segment: Segment,
+    padding: frozenset[str],
+    sink: frozenset[tuple[str, str]],
+    table: StreamTable,
+    opened: list[Stream],
+) -> int:
+    if segment.request_id in padding:
+        return NULL_ROW
+    row = table.rows[segment.request_id].get(segment.label)
+    if row is not None:
+        return row
+    if segment[:2] in sink:
+        return NULL_ROW
+    return _opened(segment.request_id, segment.label, table, opened).row
+
+
+def _without_sinks(
+    segments: Sequence[Segment], sink: frozenset[tuple[str, str]], readers: IntArray
+) -> IntArray:
+    if not sink:
+        return readers
+    return np.where([segment[:2] in sink for segment in segments], NULL_ROW, readers)
+
+
+def _fork_pairs(
+    step: KVStep,
+    forks: Sequence[tuple[str, str]],
+    ctx: StepContext,
+    table: StreamTable,
+    opened: list[Stream],
+) -> list[ForkPair]:
+    pairs: list[ForkPair] = []
+    for request_id in _forking_ids(step, ctx) if forks else ():
+        for source, target in forks:
+            if (request_id, source) in step.sink or (request_id, target) in step.sink:
+                continue
+            origin = table.get(request_id, source) or _opened(request_id, source, table, opened)
+            copy = table.get(request_id, target) or _opened(request_id, target, table, opened)
+            pairs.append((origin, copy))
+    return pairs
+
+
+def _opened(request_id: str, label: str, table: StreamTable, opened: list[Stream]) -> Stream:
+    opened.append(table.open(request_id, label))
+    return opened[-1]

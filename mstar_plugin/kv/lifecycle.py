@@ -1,0 +1,210 @@
+"""What ends or shortens a stream: commits with retention, explicit release, reset and removal."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mstar_plugin.kv import retention
+from mstar_plugin.kv.admission import release_partial, withdraw
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_plugin.kv.flight import Flight
+from mstar_plugin.kv.forks import apply_forks
+from mstar_plugin.kv.sharing import drop_chain, drop_lease, index_written, start_chain
+from mstar_plugin.kv.state import KVState
+from mstar_plugin.kv.streams import (
+    IN_FLIGHT,
+    KEYED,
+    NULL_ROW,
+    OFFLOADED,
+    OFFLOADING,
+    STAGED,
+    IntArray,
+    Stream,
+)
+from mstar_plugin.step import StepContext
+
+_MOVING = OFFLOADING | OFFLOADED
+
+
+def keep(state: KVState, flight: Flight, ctx: StepContext) -> None:
+    """Commit what the flight wrote: lengths, prefix index, retention, post-forks, in that order.
+
+    `ValueError`, with nothing changed, for a policy that does not fit its stream.
+    """
+    policies = _policies(state, flight)
+    for stream, policy, stored in policies:
+        _check_prefix(
+            stream, policy.protected_prefix, stored, int(state.table.protected[stream.row])
+        )
+    before = _advance(state, flight)
+    for stream, policy, _ in policies:
+        state.table.protected[stream.row] = policy.protected_prefix
+        stream.retained = True
+    replaced = [target for _, target in flight.post_forks]
+    if state.index is not None and not ctx.capture:
+        _offer(state, flight, before, ctx.graph_walk, replaced)
+    for stream, policy, stored in policies:
+        if stream not in replaced:
+            budget, prefix = policy.context_budget, policy.protected_prefix
+            size = state.config.page_size
+            release_pages(state, stream, retention.released_pages(stored, budget, prefix, size))
+    apply_forks(flight.post_forks, state)
+
+
+def finish(state: KVState, flight: Flight) -> None:
+    """End a flight: its streams may move again and what it held back is free."""
+    state.table.unmark(flight.touched_rows(), IN_FLIGHT | STAGED)
+    state.pool.release(flight.fenced)
+    for _, lease in flight.leases:
+        release_partial(state, lease)
+    flight.fenced, flight.leases = [], []
+    state.flights = [other for other in state.flights if other is not flight]
+
+
+def finish_ahead(state: KVState, staged: Flight) -> None:
+    """End a step that was admitted ahead of time and does not come; its pages stay."""
+    state.table.unmark(staged.touched_rows(), STAGED)
+    withdraw(state, staged)
+
+
+def require_at_rest(state: KVState, stream: Stream) -> None:
+    """`RuntimeError` while the stream is in a step, away from the device or being read."""
+    if state.table.flags[stream.row] & (IN_FLIGHT | STAGED | _MOVING) or stream.readers:
+        raise RuntimeError(
+            f"{stream} must be at rest on the device to release tokens: it is in a step, "
+            "offloaded or being read by another worker"
+        )
+
+
+def release_tokens(state: KVState, stream: Stream, num_tokens: int, protected_prefix: int) -> int:
+    """Release the oldest `num_tokens` behind the prefix, rounded down to whole pages.
+
+    Returns the tokens released. `ValueError` for a prefix that is longer than the stream or differs
+    from an earlier one.
+    """
+    table, size = state.table, state.config.page_size
+    stored = int(table.stored[stream.row])
+    if num_tokens < 0 or protected_prefix < 0:
+        raise ValueError(
+            f"num_tokens and protected_prefix must be 0 or more, got {num_tokens} "
+            f"and {protected_prefix}"
+        )
+    _check_prefix(stream, protected_prefix, stored, int(table.protected[stream.row]))
+    table.protected[stream.row] = protected_prefix
+    first = retention.protected_pages(protected_prefix, size)
+    return release_pages(state, stream, min(num_tokens // size, stored // size - first)) * size
+
+
+def release_pages(state: KVState, stream: Stream, num_pages: int) -> int:
+    """Drop the oldest whole pages behind the protected ones; returns how many."""
+    table, size = state.table, state.config.page_size
+    if num_pages <= 0:
+        return 0
+    first = retention.protected_pages(int(table.protected[stream.row]), size)
+    state.give_back(stream, table.drop_pages(stream.row, first, num_pages))
+    table.stored[stream.row] -= num_pages * size
+    table.released[stream.row] += num_pages * size
+    table.generation[stream.row] += 1
+    stream.retained = True
+    drop_chain(state, stream)
+    return num_pages
+
+
+def reset(state: KVState, stream: Stream, free: bool) -> None:
+    """Empty a stream. Its pages stay for reuse unless `free`, or one of them is shared."""
+    table = state.table
+    in_flight = table.has(stream, IN_FLIGHT)
+    _detach(state, stream)
+    pages = table.page_list(stream.row)
+    if free or in_flight or len(state.pool.writable(pages)) < len(pages):
+        state.give_back(stream, table.drop_pages(stream.row, 0, len(pages)))
+    _forget_in_flights(state, stream)
+    for counter in (table.stored, table.released, table.protected):
+        counter[stream.row] = 0
+    table.generation[stream.row] += 1
+    stream.reset_generation += 1
+    stream.retained = False
+    start_chain(state, stream)
+
+
+def remove(state: KVState, stream: Stream) -> None:
+    """Close a stream and give back everything it holds."""
+    _detach(state, stream)
+    state.give_back(stream, state.table.page_list(stream.row))
+    _forget_in_flights(state, stream)
+    state.table.close(stream)
+
+
+def _detach(state: KVState, stream: Stream) -> None:
+    state.drain(stream)
+    drop_lease(state, stream)
+    state.table.unmark([stream.row], _MOVING)
+    state.release_host_pages(stream)
+
+
+def _forget_in_flights(state: KVState, stream: Stream) -> None:
+    for flight in state.flights:
+        for _, lease in [taken for taken in flight.leases if taken[0] is stream]:
+            release_partial(state, lease)
+        flight.forget(stream)
+    state.table.unmark([stream.row], IN_FLIGHT)
+
+
+def _policies(state: KVState, flight: Flight) -> list[tuple[Stream, RetentionPolicy, int]]:
+    """Streams that this commit extends under a policy, with the tokens they will then store."""
+    declared = flight.step.retention
+    if not declared:
+        return []
+    found = []
+    for segment, row in zip(flight.segments, flight.rows.tolist(), strict=True):
+        policy = declared.get(segment[:2])
+        if policy is not None and row != NULL_ROW and segment.span:
+            stored = int(state.table.stored[row]) + segment.span
+            found.append((state.table[row], policy, stored))
+    return found
+
+
+def _check_prefix(stream: Stream, prefix: int, stored: int, protected: int) -> None:
+    if prefix > stored:
+        raise ValueError(
+            f"protected_prefix of {stream} must lie within the {stored} tokens it stores, "
+            f"got {prefix}"
+        )
+    if protected not in (0, prefix):
+        raise ValueError(
+            f"protected_prefix of {stream} must stay {protected} until it is reset, got {prefix}"
+        )
+
+
+def _advance(state: KVState, flight: Flight) -> IntArray:
+    """Add the spans to the streams; returns the lengths before."""
+    table, rows = state.table, flight.rows
+    before = table.stored[rows]
+    table.stored[rows] = before + flight.spans
+    table.generation[rows] += flight.spans > 0
+    table.stored[NULL_ROW] = table.generation[NULL_ROW] = 0
+    return before
+
+
+def _offer(
+    state: KVState,
+    flight: Flight,
+    before: IntArray,
+    walk: str | None,
+    replaced: list[Stream],
+) -> None:
+    """Index what the commit filled. Decode rows in the middle of a page need no look at all."""
+    table, rows, size = state.table, flight.rows, state.config.page_size
+    keyed = table.flags[rows] & KEYED
+    if not keyed.any():
+        return
+    after = before + flight.spans
+    due = (after // size > before // size) | (before < table.laid_out[rows])
+    due |= after > table.covered[rows]
+    due &= keyed > 0
+    for index in np.flatnonzero(due & (flight.spans > 0)).tolist():
+        stream = table[int(rows[index])]
+        if stream in replaced:
+            drop_chain(state, stream)
+        else:
+            index_written(state, stream, int(before[index]), int(after[index]), walk)

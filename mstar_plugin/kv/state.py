@@ -1,0 +1,102 @@
+"""What every part of the manager works on: pages, streams, index and the steps in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mstar_plugin.kv.cache import KVCache
+from mstar_plugin.kv.config import KVReqConfig, PagedKVConfig
+from mstar_plugin.kv.flight import Flight
+from mstar_plugin.kv.offload import HostPool
+from mstar_plugin.kv.pages import PagePool
+from mstar_plugin.kv.prefix import PrefixIndex
+from mstar_plugin.kv.streams import Stream, StreamTable
+
+
+@dataclass(slots=True, eq=False)
+class KVState:
+    """`index` is None when pages are not shared, `host` when nothing is offloaded. `lock` guards
+    everything here but the contents of `cache` and `host`.
+
+    `quiet` is notified when the last reader of a published stream is done. `flights` are admitted
+    steps, `staged` the one admitted ahead of time.
+    """
+
+    config: PagedKVConfig
+    cache: KVCache
+    pool: PagePool
+    index: PrefixIndex | None
+    root: bytes
+    host: HostPool | None
+    table: StreamTable = field(default_factory=StreamTable)
+    requests: dict[str, KVReqConfig] = field(default_factory=dict)
+    flights: list[Flight] = field(default_factory=list)
+    staged: Flight | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    quiet: threading.Condition = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quiet = threading.Condition(self.lock)
+
+    def pages_short(self, num_pages: int) -> int:
+        """Free `num_pages` pages, evicting indexed ones if needed; returns how many are missing.
+
+        Nothing is evicted when even that would not be enough.
+        """
+        missing = num_pages - self.pool.num_free
+        if missing <= 0:
+            return 0
+        if self.index is None or missing > self.pool.num_idle_sealed:
+            return missing - self.pool.num_idle_sealed
+        return missing - self.index.evict(missing)
+
+    def give_back(self, stream: Stream, pages: Sequence[int]) -> None:
+        """Release pages of a stream; those that a step in flight may still write wait for its end.
+
+        Otherwise another request could be handed a page while the forward writes to it.
+        """
+        for flight in self.flights:
+            if stream.row in flight.touched_rows():
+                flight.fenced.extend(pages)
+                return
+        self.pool.release(pages)
+
+    def release_host_pages(self, stream: Stream) -> None:
+        if stream.host_pages is not None and self.host is not None:
+            self.host.pool.release(stream.host_pages)
+            stream.host_pages = None
+
+    def drain(self, stream: Stream) -> None:
+        """Wait until nobody reads the stream's published pages."""
+        while stream.readers:
+            self.quiet.wait()
+
+    def references(self) -> list[int]:
+        """Every page reference held outside the pool, one entry each."""
+        held = [page for stream in self.table for page in self.table.page_list(stream.row)]
+        held += [page for s in self.table if s.lease for page in s.lease.references]
+        for flight in self.flights + ([self.staged] if self.staged else []):
+            held += flight.fenced
+            held += [lease.partial for _, lease in flight.leases if lease.partial is not None]
+        return held + (self.index.pages() if self.index is not None else [])
+
+    def assert_conserved(self) -> None:
+        """Every page is accounted for and every stream can hold what it says it stores."""
+        self.pool.assert_conserved(self.references())
+        size = self.config.page_size
+        owners: dict[int, Stream] = {}
+        host_pages: list[int] = []
+        for stream in self.table:
+            pages = self.table.page_list(stream.row)
+            stored = int(self.table.stored[stream.row])
+            host_pages += stream.host_pages or []
+            room = len(pages if stream.host_pages is None else stream.host_pages)
+            assert room * size >= stored, f"{stream} stores {stored} tokens on {room} pages"
+            for page in pages:
+                shared = page in owners and not self.pool.is_sealed(page)
+                assert not shared, f"page {page} is in {owners[page]} and {stream}, unsealed"
+                owners[page] = stream
+        if self.host is not None:
+            self.host.pool.assert_conserved(host_pages)
