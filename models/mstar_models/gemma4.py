@@ -22,7 +22,7 @@ class Gemma4Adapter(SharingGemmaAdapter):
 
     def head_shape(self, config: ConfigReader, types: tuple[str, ...], index: int) -> HeadShape:
         shape = super().head_shape(config, types, index)
-        if types[index] != FULL:
+        if types[index] != FULL or config.get("per_layer_config"):
             return shape
         num_kv_heads = shape.num_kv_heads
         if config.flag("attention_k_eq_v", default=False):

@@ -67,7 +67,7 @@ class DecoderAdapter(Adapter):
         return ModelKV(
             architecture=config.architecture,
             layers=tuple(
-                self.layer(config, types, index)
+                self.layer(config.for_layer(index), types, index)
                 for index, layer_type in enumerate(types)
                 if storing_kind(layer_type) is not None
             ),

@@ -8,7 +8,7 @@ object and the plain mapping of a `config.json` give the same declaration.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,21 @@ class ConfigReader:
         architecture = named[0] if named else str(text.get("model_type", "unknown"))
         return cls(values=text, architecture=architecture, defaults=defaults or {})
 
+    def for_layer(self, index: int) -> ConfigReader:
+        """The configuration with what `per_layer_config` changes for layer `index`."""
+        changes = self.mapping("per_layer_config").items()
+        own = [values for key, values in changes if _layer_index(key) == index]
+        if not own:
+            return self
+        if not isinstance(own[0], Mapping):
+            raise ValueError(f"per_layer_config must map layers to values, got {own[0]!r}")
+        return replace(self, values={**self.values, **own[0]})
+
     def get(self, key: str) -> Any:
         """The value under `key` or another of its names, else the family's default."""
-        found = [self.values[name] for name in ALIASES.get(key, (key,)) if name in self.values]
+        if key not in ALIASES:
+            return self.values.get(key) if key in self.values else self.defaults.get(key)
+        found = [self.values[name] for name in ALIASES[key] if name in self.values]
         if not found:
             return self.defaults.get(key)
         return next((value for value in found if value is not None), None)
@@ -177,6 +189,12 @@ class ConfigReader:
         if len(value) != length:
             raise ValueError(f"{key} must have one entry per layer ({length}), got {len(value)}")
         return tuple(value)
+
+
+def _layer_index(key: object) -> int:
+    if not str(key).isdecimal():
+        raise ValueError(f"per_layer_config must be keyed by layer index, got {key!r}")
+    return int(str(key))
 
 
 def _checked_count(key: str, value: object) -> int:
