@@ -29,7 +29,9 @@ def hook_model_runner() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from mstar_vllm import compat
+    from mstar_vllm.worker_start import hook_worker_start
 
+    hook_worker_start(GPUModelRunner)
     compat.wrap_method(GPUModelRunner, "_update_states", _update_states)
     compat.wrap_method(GPUModelRunner, "_build_attention_metadata", _build_attention_metadata)
 

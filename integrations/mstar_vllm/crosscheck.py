@@ -1,0 +1,97 @@
+"""What the adapter declares against what the engine built: a contradiction stops the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltLayer:
+    """One decoder attention layer as the engine built it on this rank; windows in tokens."""
+
+    index: int
+    num_kv_heads: int
+    num_qo_heads: int
+    head_dim: int
+    window_tokens: int | None
+
+
+def built_layers(vllm_config: VllmConfig) -> tuple[BuiltLayer, ...]:
+    """The rank's own decoder layers with plain attention, by index; draft layers left out."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    found: dict[int, BuiltLayer] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER:
+            index = _layer_index(name)
+            if index is not None and index not in found:
+                found[index] = _built(index, layer)
+    return tuple(found[index] for index in sorted(found))
+
+
+def check_declaration(
+    model: ModelKV, built: Iterable[BuiltLayer], adapter: str, num_ranks: int
+) -> None:
+    """Raise ValueError with both numbers where `model` and a built layer differ.
+
+    `num_ranks`: tensor-parallel ranks, over which heads are divided; KV heads of which there are
+    fewer than ranks are replicated.
+    """
+    declared = {layer.index: layer for layer in model.layers if layer.kind is not LayerKind.MLA}
+    for layer in built:
+        if layer.index not in declared:
+            raise ValueError(
+                f"adapter {adapter} must declare layer {layer.index}, which the engine built; "
+                f"it declares {sorted(declared)}"
+            )
+        expected = _expected(declared[layer.index], num_ranks)
+        for field, value in expected.items():
+            if getattr(layer, field) != value:
+                raise ValueError(
+                    f"adapter {adapter} must declare {field} of layer {layer.index} as the engine "
+                    f"built it: declared {value} per rank, built {getattr(layer, field)}"
+                )
+
+
+def check_layer_count(model: ModelKV, built: tuple[BuiltLayer, ...], adapter: str) -> None:
+    """Raise ValueError where a declared layer was not built; for servers of one pipeline stage."""
+    declared = [layer.index for layer in model.layers if layer.kind is not LayerKind.MLA]
+    if len(declared) != len(built):
+        raise ValueError(
+            f"adapter {adapter} must declare as many layers as the engine built: "
+            f"declared {len(declared)}, built {len(built)}"
+        )
+
+
+def _expected(layer: LayerKV, num_ranks: int) -> dict[str, int | None]:
+    window = layer.window_tokens if layer.kind is LayerKind.SLIDING else None
+    return {
+        "num_kv_heads": max(1, layer.num_kv_heads // num_ranks),
+        "num_qo_heads": layer.num_qo_heads // num_ranks,
+        "head_dim": layer.head_dim,
+        "window_tokens": window,
+    }
+
+
+def _layer_index(name: str) -> int | None:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _built(index: int, layer: Any) -> BuiltLayer:
+    return BuiltLayer(
+        index=index,
+        num_kv_heads=layer.num_kv_heads,
+        num_qo_heads=layer.num_heads,
+        head_dim=layer.head_size,
+        window_tokens=layer.sliding_window,
+    )

@@ -1,0 +1,49 @@
+"""When a worker gets its KV cache: the declaration is checked and the report is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mstar_vllm import compat, session
+from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_count
+from mstar_vllm.plugin import is_selected
+from mstar_vllm.report import report_lines, warnings
+
+
+def hook_worker_start(runner_class: type) -> None:
+    """Run `check_and_report` before `runner_class` allocates its KV cache."""
+    compat.wrap_method(runner_class, "initialize_kv_cache", _initialize_kv_cache)
+
+
+def _initialize_kv_cache(
+    original: Callable[..., Any],
+    runner: Any,
+    kv_cache_config: Any,
+    is_profiling: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not is_profiling and is_selected(runner.vllm_config):
+        check_and_report(runner.vllm_config, kv_cache_config)
+    return original(runner, kv_cache_config, is_profiling, *args, **kwargs)
+
+
+def check_and_report(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Compare adapter and engine on every rank; log the report on the first."""
+    from vllm.logger import init_logger
+
+    active = session.activate(vllm_config)
+    parallel = vllm_config.parallel_config
+    if active.plan.model is not None:
+        built = built_layers(vllm_config)
+        adapter = active.plan.adapter
+        check_declaration(active.plan.model, built, adapter, parallel.tensor_parallel_size)
+        if parallel.pipeline_parallel_size == 1:
+            check_layer_count(active.plan.model, built, adapter)
+    if parallel.rank == 0 and kv_cache_config.kv_cache_groups:
+        logger = init_logger("vllm.mstar")
+        for line in report_lines(active.plan, vllm_config, kv_cache_config):
+            logger.info(line)
+        for line in warnings(active.plan, vllm_config, active.in_flight_tokens):
+            logger.warning(line)

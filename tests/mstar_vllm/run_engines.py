@@ -1,0 +1,93 @@
+"""Runs engines one after the other in this process: `run_engines.py JOBS RESULTS`, both JSON files.
+
+A job: {"model", "backend", "engine": arguments of LLM, "rounds": [[request, ...], ...]}; a request:
+{"prompt": token ids, "sampling": arguments of SamplingParams}. A result: per round and request the
+token ids, the chosen tokens' log-probabilities and the prompt tokens found in the prefix cache; or
+{"error": text} where the engine did not start. Kept apart from the tests because an engine's import
+and process-wide state should be paid for once and stay out of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+)
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "distributed_executor_backend": "uni",
+    "disable_log_stats": True,
+}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Start one engine, run its rounds, end it."""
+    from vllm import LLM
+
+    engine = {**DEFAULTS, **job["engine"]}
+    try:
+        llm = LLM(model=job["model"], attention_backend=job["backend"], **engine)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    try:
+        return {"rounds": [one_round(llm, requests) for requests in job["rounds"]]}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        end()
+
+
+def one_round(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The requests of a round, all in flight together."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+    params = [SamplingParams(**request["sampling"]) for request in requests]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [answer(output) for output in outputs]
+
+
+def answer(output: Any) -> dict[str, Any]:
+    """Plain values of one request's output."""
+    return {
+        "tokens": [list(one.token_ids) for one in output.outputs],
+        "logprobs": [chosen(one.token_ids, one.logprobs) for one in output.outputs],
+        "cached": output.num_cached_tokens,
+    }
+
+
+def chosen(tokens: Any, logprobs: Any) -> list[float]:
+    """Log-probability of each chosen token; empty where none were asked for."""
+    if logprobs is None:
+        return []
+    return [step[token].logprob for token, step in zip(tokens, logprobs, strict=True)]
+
+
+def end() -> None:
+    """Give the engine's memory and process groups back."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def main(jobs_file: Path, results_file: Path) -> None:
+    jobs = json.loads(jobs_file.read_text())
+    results_file.write_text(json.dumps([run(job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
