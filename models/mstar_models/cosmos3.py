@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mstar_models.qwen2 import QwenAdapter
 from mstar_plugin.kv.config import PrefixSpan, StreamLayout
 from mstar_plugin.kv.layout import require_count
 from mstar_plugin.video import WindowSchedule
@@ -100,3 +101,12 @@ def unit_position(unit: int, prompt_tokens: int, fps: float) -> float:
         raise ValueError(f"fps must be positive, got {fps}")
     scale = (REFERENCE_FPS / FRAMES_PER_UNIT) / (fps / FRAMES_PER_UNIT)
     return unit * scale + prompt_tokens + PROMPT_TO_VIDEO_GAP
+
+
+# Servers run the reasoning model alone, a decoder of the Qwen3-VL form.
+ADAPTER = QwenAdapter(
+    name="cosmos3",
+    architectures=("Cosmos3ForConditionalGeneration",),
+    defaults={"head_dim": 128},
+    theta=5_000_000.0,
+)

@@ -5,7 +5,11 @@ Every fourth layer looks far back through few frames, the others see the last co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from mstar_plugin.adapters import ConfigReader, DecoderAdapter, HFConfig
 from mstar_plugin.kv.config import RingKVConfig, RingKVLayerConfig
+from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV
 
 NUM_LAYERS = 24
 NUM_QO_HEADS = 32
@@ -51,3 +55,52 @@ def ring_config(
         layers=ring_layers(full_global_ring=full_global_ring),
         num_sessions=num_sessions,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaypointAdapter(DecoderAdapter):
+    """A ring per layer. `tokens_per_frame` and `full_global_ring` choose the geometry."""
+
+    refusal: str | None = "frames leave a ring cache by its own rule"
+
+    def declare(self, hf_config: HFConfig) -> ModelKV:
+        config = ConfigReader.of(hf_config, defaults=self.defaults)
+        num_layers = config.count("num_hidden_layers")
+        shape = self.head_shape(config, ("full_attention",) * num_layers, 0)
+        return ModelKV(
+            architecture=config.architecture,
+            layers=tuple(
+                LayerKV(
+                    index=index,
+                    kind=LayerKind.RING,
+                    num_kv_heads=shape.num_kv_heads,
+                    num_qo_heads=shape.num_qo_heads,
+                    head_dim=shape.head_dim,
+                )
+                for index in range(num_layers)
+            ),
+            retention_refusal=self.refusal,
+            ring=RingKVConfig(
+                num_layers=num_layers,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                num_qo_heads=shape.num_qo_heads,
+                tokens_per_frame=config.count("tokens_per_frame"),
+                layers=ring_layers(
+                    num_layers, full_global_ring=config.flag("full_global_ring", default=False)
+                ),
+            ),
+        )
+
+
+ADAPTER = WaypointAdapter(
+    name="waypoint",
+    architectures=("WaypointWorldModel",),
+    defaults={
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_QO_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "tokens_per_frame": TOKENS_PER_FRAME["720p"],
+    },
+)

@@ -25,6 +25,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "num_key_value_heads",
             "num_kv_heads",
             "n_head_kv",
+            "n_kv_heads",
             "multi_query_group_num",
             "num_attention_groups",
         ),

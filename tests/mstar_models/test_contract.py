@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from mstar_models.waypoint import ring_config
 from mstar_plugin.adapters import RegisteredAdapter, find_adapter
+from mstar_plugin.model_kv import LayerKind
 from mstar_plugin.testing import (
     check_adapter,
     check_light_import,
@@ -35,7 +37,19 @@ PRUNED_NEMOTRON = {
         {"attention": {"no_op": False, "n_heads_in_group": 4}},
     ],
 }
-CONFIGS.append(PRUNED_NEMOTRON)
+WAYPOINT = {"architectures": ["WaypointWorldModel"], "tokens_per_frame": 128}
+COSMOS3 = {
+    "architectures": ["Cosmos3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    },
+}
+CONFIGS.extend([PRUNED_NEMOTRON, WAYPOINT, COSMOS3])
 
 
 def configs_of(entry: RegisteredAdapter) -> list[dict[str, Any]]:
@@ -70,3 +84,10 @@ def test_pruned_layers_have_heads_of_their_own() -> None:
     adapter = find_adapter(PRUNED_NEMOTRON["architectures"])
     layers = adapter.declare(PRUNED_NEMOTRON).layers
     assert [(x.index, x.num_kv_heads, x.num_qo_heads) for x in layers] == [(0, 2, 16), (2, 4, 16)]
+
+
+def test_waypoint_declares_the_ring_of_its_presets() -> None:
+    model = find_adapter(WAYPOINT["architectures"]).declare(WAYPOINT)
+    assert model.ring == ring_config("360p")
+    assert {layer.kind for layer in model.layers} == {LayerKind.RING}
+    assert model.retention_refusal is not None
