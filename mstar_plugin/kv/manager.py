@@ -221,6 +221,11 @@ class KVManager(Resource):
             raise ValueError(f"{stream} must be listed in prefix_decode to be keyed while decoding")
         sharing.extend_chain(self._state, stream, token_ids)
 
+    @_locked
+    def clear_prefix_cache(self) -> int:
+        """Forget every cached page, as after new weights; returns the pages that became free."""
+        return 0 if self._state.index is None else self._state.index.clear()
+
     def offload(self, request_id: str) -> int:
         """Move all labels of a request to the host; returns device pages freed, 0 if it cannot."""
         return offload.offload(self._state, request_id)

@@ -41,7 +41,7 @@ class HostPool:
             copy_pages(self.data, host_pages, self._cache.data, device_pages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claim:
     """One stream on its way out: the pages that hold its tokens, their copies, its generation."""
 
@@ -116,6 +116,7 @@ def _claim(state: KVState, request_id: str) -> list[Claim]:
         copies = state.host.pool.acquire(len(pages))
         generation = int(state.table.generation[stream.row])
         claims.append(Claim(stream, pages, copies, generation))
+    state.copying += claims
     state.table.mark([stream.row for stream in streams], OFFLOADING)
     return claims
 
@@ -123,6 +124,7 @@ def _claim(state: KVState, request_id: str) -> list[Claim]:
 def _finish(state: KVState, claims: list[Claim], moved: bool) -> int:
     assert state.host is not None, "a claim is only made with a host pool"
     held = [claim for claim in claims if _still_holds(state, claim)]
+    state.copying = [claim for claim in state.copying if claim not in claims]
     state.table.unmark([claim.stream.row for claim in held], OFFLOADING)
     if moved and len(held) == len(claims):
         return sum(_leave_device(state, claim) for claim in claims)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mstar_plugin.kv.cache import KVCache
 from mstar_plugin.kv.config import KVReqConfig, PagedKVConfig
 from mstar_plugin.kv.flight import Flight
-from mstar_plugin.kv.offload import HostPool
+from mstar_plugin.kv.offload import Claim, HostPool
 from mstar_plugin.kv.pages import PagePool
 from mstar_plugin.kv.prefix import PrefixIndex
 from mstar_plugin.kv.streams import Stream, StreamTable
@@ -21,7 +21,7 @@ class KVState:
     everything here but the contents of `cache` and `host`.
 
     `quiet` is notified when the last reader of a published stream is done. `flights` are admitted
-    steps, `staged` the one admitted ahead of time.
+    steps, `staged` the one admitted ahead of time, `copying` the streams on their way to the host.
     """
 
     config: PagedKVConfig
@@ -34,6 +34,7 @@ class KVState:
     requests: dict[str, KVReqConfig] = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
     staged: Flight | None = None
+    copying: list[Claim] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     quiet: threading.Condition = field(init=False)
 
@@ -87,7 +88,7 @@ class KVState:
         self.pool.assert_conserved(self.references())
         size = self.config.page_size
         owners: dict[int, Stream] = {}
-        host_pages: list[int] = []
+        host_pages = [page for claim in self.copying for page in claim.host_pages]
         for stream in self.table:
             pages = self.table.page_list(stream.row)
             stored = int(self.table.stored[stream.row])

@@ -74,17 +74,20 @@ class Driver:
         return outputs
 
     def finish(self, step: KVStep, ctx: StepContext, outputs: KVPlanOutputs) -> None:
+        self.finish_unchecked(step, ctx, outputs)
+        self.check()
+
+    def finish_unchecked(self, step: KVStep, ctx: StepContext, outputs: KVPlanOutputs) -> None:
         self._fork(step.pre_forks, step, ctx)
         written = self.write(outputs)
         self.check_reads(step, outputs, written)
         self.manager.commit(step, ctx)
         if step.commit:
             for name, tokens in written.items():
-                if name not in step.sink:
+                if name not in step.sink and name[0] in ctx.request_ids:
                     self.tokens.setdefault(name, []).extend(tokens)
             self._retain(step)
             self._fork(step.post_forks, step, ctx)
-        self.check()
 
     def write(self, outputs: KVPlanOutputs) -> dict[Name, list[int]]:
         written: dict[Name, list[int]] = {}
