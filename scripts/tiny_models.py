@@ -8,8 +8,8 @@ far from uniform: a wrong key changes the tokens.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".models" / "tiny"
 TOKENIZER = ROOT / ".models" / "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-RECIPE_FILE = "recipe.json"
+STAMP_FILE = "recipe.sha256"
 
 HIDDEN = 64
 COMMON: dict[str, Any] = {
@@ -58,7 +58,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dim96": ("LlamaConfig", heads(4, 2, 96)),
     "llama-dim256": ("LlamaConfig", heads(4, 2, 256)),
     "mistral-window": ("MistralConfig", {**heads(4, 2, 64), "sliding_window": WINDOW}),
-    "qwen2": ("Qwen2Config", heads(4, 2, 64)),
+    # vLLM's Qwen2 has no head_dim of its own: hidden size over heads.
+    "qwen2": ("Qwen2Config", {**heads(4, 2, 64), "hidden_size": 256}),
     "qwen3": ("Qwen3Config", heads(4, 2, 64)),
     "gemma2-cap1": (
         "Gemma2Config",
@@ -153,9 +154,28 @@ def recipe_of(name: str) -> dict[str, Any]:
     return {"config_class": config_class, **COMMON, **changes}
 
 
-def is_current(folder: Path, recipe: dict[str, Any]) -> bool:
-    saved = folder / RECIPE_FILE
-    return saved.exists() and json.loads(saved.read_text()) == recipe
+def stamp() -> str:
+    """Changes with every edit of this file, whatever it makes of a recipe."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def is_current(folder: Path) -> bool:
+    saved = folder / STAMP_FILE
+    return saved.exists() and saved.read_text() == stamp()
+
+
+def flip_signs(norm: Any) -> None:
+    """Give half of a norm's outputs the other sign.
+
+    A model whose output embedding is its input embedding would repeat its last token for ever,
+    whatever attention says: the flipped signs end that likeness.
+    """
+    import torch
+
+    weight = norm.weight.data
+    flipped = torch.rand_like(weight) < 0.5
+    # Gemma 2 and 3 multiply by one plus the weight, the others by the weight.
+    weight[flipped] = -2.0 if bool((weight == 0).all()) else -weight[flipped]
 
 
 def save_model(recipe: dict[str, Any], folder: Path) -> None:
@@ -168,13 +188,15 @@ def save_model(recipe: dict[str, Any], folder: Path) -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if config.tie_word_embeddings:
+            flip_signs(model.model.norm)
     model.save_pretrained(folder)
 
 
 def build(name: str) -> Path:
-    """The folder of the named model, written first where it is missing or its recipe changed."""
+    """The folder of the named model, written first where it is missing or this file changed."""
     recipe, final = recipe_of(name), FOLDER / name
-    if is_current(final, recipe):
+    if is_current(final):
         return final
     if not TOKENIZER.exists():
         raise FileNotFoundError(f"{TOKENIZER.name} lends its tokenizer: run `make model` first")
@@ -184,7 +206,7 @@ def build(name: str) -> Path:
         save_model(recipe, target)
         for file in TOKENIZER_FILES:
             shutil.copy(TOKENIZER / file, target / file)
-        (target / RECIPE_FILE).write_text(json.dumps(recipe, indent=1))
+        (target / STAMP_FILE).write_text(stamp())
         if final.exists():
             shutil.rmtree(final)
         target.rename(final)
