@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
@@ -19,7 +19,9 @@ from vllm.v1.request import Request
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import first_release, protected_pages, released_pages
 from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.metrics import Counts, CountsFile
 from mstar_vllm.policy import request_policy
+from mstar_vllm.scheduler_hooks import hook_scheduler
 
 _REMEMBERED_REQUESTS = 4096
 
@@ -27,6 +29,7 @@ _REMEMBERED_REQUESTS = 4096
 def register_specs() -> None:
     """Register the specs with their managers, after vLLM's own."""
     KVCacheSpecRegistry.register(RetentionSpec, RetentionManager, RetentionSpec)
+    hook_scheduler()
 
 
 class RetentionManager(SingleTypeKVCacheManager):
@@ -46,6 +49,9 @@ class RetentionManager(SingleTypeKVCacheManager):
         # The coordinator shows requests only to managers that cache.
         self.enable_caching = True
         self._own_policies: OrderedDict[str, RetentionPolicy] = OrderedDict()
+        self._released: dict[str, int] = {}
+        self._counts = Counts()
+        self._counts_file = CountsFile(self.kv_cache_group_id)
 
     def policy_of(self, request_id: str) -> RetentionPolicy | None:
         """The policy that holds for a request, the server's where it brought none."""
@@ -64,7 +70,26 @@ class RetentionManager(SingleTypeKVCacheManager):
         budget, prefix = policy.context_budget, policy.protected_prefix
         released = released_pages(processed_computed_tokens, budget, prefix, page)
         first = protected_pages(prefix, page)
-        self._remove_blocks_in_range(request_id, first, first + released)
+        if released > self._released.get(request_id, 0):
+            self._remove_blocks_in_range(request_id, first, first + released)
+            self._counts.released_pages += released - self._released.get(request_id, 0)
+            self._released[request_id] = released
+
+    def released_tokens(self, request_id: str) -> int:
+        """Tokens of a live request whose blocks were released."""
+        return self._released.get(request_id, 0) * self.block_size
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._released.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def new_step_starts(self) -> None:
+        if self._released or self._counts.bounded_requests:
+            self._counts.bounded_requests = len(self._released)
+            self._counts.saved_pages = sum(self._released.values())
+            held = sum(len(self.req_to_blocks[request_id]) for request_id in self._released)
+            self._counts.bounded_pages = held - self._counts.saved_pages
+            self._counts_file.write(self._counts)
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any

@@ -71,3 +71,29 @@ def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> bool:
     wrapped._mstar_wrapper = wrapper  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
     return True
+
+
+def extend_prometheus_registry(collector: Any) -> None:
+    """Register `collector` in the registries that vLLM makes for several API server processes.
+
+    Those see only values that prometheus_client itself keeps in files. Remove when vLLM lets a
+    plugin add collectors.
+    """
+    import sys
+
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics import prometheus
+
+    original = prometheus.get_prometheus_registry
+
+    @functools.wraps(original)
+    def extended() -> Any:
+        registry = original()
+        if registry is not REGISTRY:
+            registry.register(collector)
+        return registry
+
+    prometheus.get_prometheus_registry = extended
+    served = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
+    if served is not None:
+        served.get_prometheus_registry = extended  # type: ignore[attr-defined]

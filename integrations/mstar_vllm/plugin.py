@@ -75,9 +75,9 @@ def _resolve_backend(name: str) -> Any:
 
     mstar_vllm.register()
     mstar_vllm.raise_if_unusable()
-    from mstar_vllm.requests import hook_input_processor
+    from mstar_vllm.front_end import hook_front_end
 
-    hook_input_processor()
+    hook_front_end()
     return backend_member()
 
 

@@ -18,9 +18,13 @@ def select_backend(
     """
     if selector_config.use_mla:
         return original(None, selector_config, num_heads=num_heads)
-    from mstar_vllm.backend import MStarBackend
+    from vllm.config import get_current_vllm_config
 
-    reasons = MStarBackend.validate_configuration(
+    from mstar_vllm.backend import backend_class
+    from mstar_vllm.settings import settings_of
+
+    backend = backend_class(settings_of(get_current_vllm_config()).kernels)
+    reasons = backend.validate_configuration(
         device_capability=_device_capability(), **selector_config._asdict()
     )
     if reasons:
@@ -28,7 +32,7 @@ def select_backend(
             f"mstar cannot serve this model's attention layers: {', '.join(reasons)} "
             f"({selector_config}); choose another --attention-backend"
         )
-    return f"{MStarBackend.__module__}.{MStarBackend.__qualname__}"
+    return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def _device_capability() -> Any:

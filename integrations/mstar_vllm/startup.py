@@ -20,9 +20,9 @@ def check_configuration(vllm_config: VllmConfig) -> None:
         return
     _check_block_size(vllm_config)
     serving_plan(vllm_config)
-    from mstar_vllm.requests import hook_input_processor
+    from mstar_vllm.front_end import hook_front_end
 
-    hook_input_processor()
+    hook_front_end()
 
 
 def _check_block_size(vllm_config: VllmConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mstar_vllm import compat, session
 from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_count
+from mstar_vllm.metrics import leave_bytes_per_page
 from mstar_vllm.plugin import is_selected
 from mstar_vllm.report import report_lines, warnings
 
@@ -42,6 +43,9 @@ def check_and_report(vllm_config: Any, kv_cache_config: Any) -> None:
         if parallel.pipeline_parallel_size == 1:
             check_layer_count(active.plan.model, built, adapter)
     if parallel.rank == 0 and kv_cache_config.kv_cache_groups:
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            page_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+            leave_bytes_per_page(group_id, page_bytes)
         logger = init_logger("vllm.mstar")
         for line in report_lines(active.plan, vllm_config, kv_cache_config):
             logger.info(line)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +64,89 @@ def masked_logprobs(
         return results
 
     return run
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `vllm serve`: where it listens and what it has printed so far."""
+
+    url: str
+    log: Path
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`with serve(model, "--flag", ...) as server:` is a real server process, ready for requests."""
+
+    @contextmanager
+    def start(model: Path, *flags: str, **environment: str) -> Iterator[Server]:
+        log = tmp_path_factory.mktemp("server") / "log.txt"
+        port = _free_port()
+        process = start_server(model, port, log, flags, environment)
+        try:
+            _wait_until_healthy(process, port, log)
+            yield Server(url=f"http://127.0.0.1:{port}", log=log)
+        finally:
+            stop_server(process)
+
+    return start
+
+
+def start_server(
+    model: Path, port: int, log: Path, flags: Iterable[str], environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `vllm serve` in a session of its own, so that ending it ends its workers."""
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **defaults, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def stop_server(process: subprocess.Popen[bytes], limit: float = 60.0) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _wait_until_healthy(
+    process: subprocess.Popen[bytes], port: int, log: Path, limit: float = 600.0
+) -> None:
+    import httpx
+
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the server ended with {process.returncode}: {log.read_text()[-4000:]}")
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"the server was not healthy within {limit} s: {log.read_text()[-4000:]}")

@@ -1,8 +1,9 @@
 """The oracle: Hugging Face models in float32 with the explicit mask of the retention rule.
 
-`masked_model.py JOBS RESULTS`, both JSON files. A job: {"model", "tokens", "start", "page", "policy"};
-the policy is [budget, prefix] or null. A result, for each token from `start` on: the model's own
-choice at that place, that choice's margin over the runner-up and the token's log-probability.
+`masked_model.py JOBS RESULTS`, both JSON files. A job: {"model", "tokens", "start", "page",
+"policy"}; the policy is [budget, prefix] or null. A result, for each token from `start` on: the
+model's own choice at that place, that choice's margin over the runner-up and the token's
+log-probability.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bounded answers are those of a Hugging Face model with the explicit mask, however they were made."""
+"""Bounded answers equal a Hugging Face model with the explicit mask, however they were made."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_shape_answers_as_the_stock_backend_does(
 
 @pytest.fixture(scope="module")
 def variants(run_engines: Callable[..., list[Any]], smollm2: Any, tiny_model: Any) -> list[Any]:
-    """Pairs of the same job for the stock backend and ours; sizes only ours has are asked of both."""
+    """The same jobs for the stock backend and ours, also with page sizes only ours has."""
     model, gemma = str(smollm2), str(tiny_model("gemma3-mixed"))
     jobs = []
     for backend in ("CPU_ATTN", "mstar"):
