@@ -72,7 +72,7 @@ def _model_output(options: argparse.Namespace) -> str:
         page_size=options.page_size,
         step_tokens=options.step_tokens,
         dtype=options.dtype or model_dtype(config),
-        retention=_policy(options),
+        retention=_policy(options) or model.retention,
     )
     cost = model_cost(model, adapter=adapter.name, sizing=sizing)
     if options.json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from mstar_plugin.adapters import refusals
 from mstar_plugin.adapters.hf_config import ConfigReader
@@ -25,6 +25,7 @@ from mstar_plugin.adapters.layer_types import (
     window_of,
 )
 from mstar_plugin.adapters.rotary import rotary_of
+from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV, Rotary
 
 
@@ -45,7 +46,8 @@ class DecoderAdapter(Adapter):
     rotary base and turned share of a head where the config has none. interleaved: neighbouring
     elements form the rotary pairs. window_default_on: what a missing `use_sliding_window` means.
     window_beside_query: `sliding_window` does not count the query itself. has_sinks: heads carry a
-    learned sink logit. refusal: why retention cannot be right.
+    learned sink logit. refusal: why retention cannot be right. retention: the policy in force where
+    the operator gives none and nothing refuses it.
     """
 
     name: str
@@ -58,12 +60,12 @@ class DecoderAdapter(Adapter):
     window_beside_query: bool = False
     has_sinks: bool = False
     refusal: str | None = None
-
-    positions_key: ClassVar[str] = "max_position_embeddings"
+    retention: RetentionPolicy | None = None
 
     def declare(self, hf_config: HFConfig) -> ModelKV:
         config = ConfigReader.of(hf_config, defaults=self.defaults)
         types = self.layer_types(config, self.count_layers(config))
+        refusal = self.retention_refusal(config, types)
         return ModelKV(
             architecture=config.architecture,
             layers=tuple(
@@ -71,8 +73,9 @@ class DecoderAdapter(Adapter):
                 for index, layer_type in enumerate(types)
                 if storing_kind(layer_type) is not None
             ),
-            max_positions=config.optional_count(self.positions_key),
-            retention_refusal=self.retention_refusal(config, types),
+            max_positions=config.optional_count("max_position_embeddings"),
+            retention=None if refusal is not None else self.retention,
+            retention_refusal=refusal,
         )
 
     def count_layers(self, config: ConfigReader) -> int:

@@ -77,6 +77,7 @@ class ModelCost:
     page_size: int
     dtype: str
     groups: tuple[GroupCost, ...]
+    retention: RetentionPolicy | None
     retention_refusal: str | None
 
     @property
@@ -107,6 +108,7 @@ def model_cost(model: ModelKV, *, adapter: str, sizing: Sizing) -> ModelCost:
         groups=tuple(
             _group_cost(group, sizing, is_retained=is_retained) for group in kv_groups(model)
         ),
+        retention=sizing.retention,
         retention_refusal=model.retention_refusal,
     )
 

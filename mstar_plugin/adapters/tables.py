@@ -145,6 +145,9 @@ def _closing_lines(cost: ModelCost) -> str:
     ]
     if cost.retention_refusal is not None:
         lines.append(f"retention is refused: {cost.retention_refusal}")
-    elif cost.retained_bytes is not None:
-        lines.append(f"with this retention it holds {human_bytes(cost.retained_bytes)}")
+    elif cost.retention is not None:
+        lines.append(
+            f"with {cost.retention.context_budget} tokens kept behind the first "
+            f"{cost.retention.protected_prefix} it holds {human_bytes(cost.retained_bytes)}"
+        )
     return "\n".join(lines)
