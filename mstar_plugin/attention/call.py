@@ -145,6 +145,8 @@ def check_tensors(
         raise ValueError(
             f"query and kv_cache must be floating point, got {query.dtype} and {kv_cache.dtype}"
         )
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"kv_cache must be contiguous, got strides {kv_cache.stride()}")
     if query.device != kv_cache.device:
         raise ValueError(
             f"query and kv_cache must be on one device, got {query.device} and {kv_cache.device}"

@@ -1,12 +1,12 @@
-"""Paged attention on the CPU: tiles of queries of equal shape are batched, keys are visited in
-chunks.
+"""Paged attention on the CPU: tiles of queries of equal shape are batched, keys come in chunks.
 
 A tile is up to `QUERY_TILE` consecutive queries of one row with the keys the last of them sees.
-Tiles with as many queries and about as many pages form a group; a group is computed together.
-Scores are float32 and never exist for more than one chunk of keys.
+Tiles with as many queries and about as many keys form a group; a group is computed together, in
+float32, one chunk of keys at a time. A slot that is not written yet is never read: its place in a
+chunk is taken by the tile's last key, whose score is then hidden.
 
-Letters: `B` tiles of a group, `Q` queries of a tile, `P` pages of its longest tile, `G` query heads
-per KV head, `K` keys of a chunk; the others as in `call.py`.
+Letters: `B` tiles of a group, `Q` queries of a tile, `G` query heads per KV head, `K` keys of a
+chunk; the others as in `call.py`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,39 @@ from mstar_plugin.kv.plan import PagedIndptrs
 
 QUERY_TILE = 128
 KEY_CHUNK = 512
-MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 21
 
 _Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """All tiles of a step, `[tiles]` each: first query token, queries, first page, pages, keys.
-
-    `limits` counts the keys the last query sees; an earlier one sees `step` fewer per place.
+    """All tiles of a step, `[tiles]` each: first query token, queries, first entry in the page
+    list, and `limits`, the keys the last query sees.
     """
 
     token: _Ints
     queries: _Ints
     page: _Ints
-    num_pages: _Ints
     limits: _Ints
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunk:
+    """`slots` `[B, K]`, counted over the pool; `bound` `[B, 1, Q, K]` float32, -inf for keys a
+    query does not see and inf for others, None where every query sees every key.
+    """
+
+    slots: Tensor
+    bound: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
-    """`tokens` `[B, Q]`, `pages` `[B, P]`, `limits` `[B, Q]`: keys below its limit a query sees."""
+    """`tokens` `[B, Q]` and the chunks of keys they see."""
 
     tokens: Tensor
-    pages: Tensor
-    limits: Tensor
-    shortest: int
-    tightest: int
+    chunks: list[_Chunk]
 
 
 class _Softmax:
@@ -86,9 +91,9 @@ class CpuAttention:
         self._params = params
         tiles = _cut(indptrs, params)
         page_ids = indptrs.paged_kv_indices.numpy().astype(np.int64)
-        members = _grouped(tiles, params)
-        self._groups = [_gather_indices(tiles, group, page_ids, params) for group in members]
-        self._chunk_pages = max(1, KEY_CHUNK // params.page_size)
+        self._groups = [
+            _group(tiles, members, page_ids, params) for members in _alike(tiles, params)
+        ]
 
     def run(self, query: Tensor, kv_cache: Tensor) -> AttentionResult:
         """query `[T, Hq, D]`, kv_cache one layer of the pool."""
@@ -110,12 +115,9 @@ class CpuAttention:
         rows = by_kv_head.permute(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
         rows = rows * params.score_scale
         softmax = _Softmax(rows.shape[:-1], params.value_dim)
-        for first_page in range(0, group.pages.shape[1], self._chunk_pages):
-            pages = group.pages[:, first_page : first_page + self._chunk_pages]
-            keys, values = _read(kv_cache, pages, params)
-            scores = self._scores(rows, keys)
-            _hide(scores, values, group, first_page * params.page_size)
-            softmax.add(scores, values)
+        for chunk in group.chunks:
+            keys, values = _read(kv_cache, chunk.slots, params)
+            softmax.add(_scores(rows, keys, chunk.bound, params.soft_cap), values)
         output, lse = (
             part.view(num_tiles, kv_heads, queries_per_key, num_queries, -1)
             .permute(0, 3, 1, 2, 4)
@@ -123,11 +125,6 @@ class CpuAttention:
             for part in softmax.finish()
         )
         return output, lse.squeeze(-1)
-
-    def _scores(self, rows: Tensor, keys: Tensor) -> Tensor:
-        scores = torch.matmul(rows, keys.transpose(-1, -2))
-        cap = self._params.soft_cap
-        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 def _cut(indptrs: PagedIndptrs, params: AttentionParams) -> _Tiles:
@@ -141,65 +138,67 @@ def _cut(indptrs: PagedIndptrs, params: AttentionParams) -> _Tiles:
     queries = np.minimum(QUERY_TILE, num_queries[row] - start)
     limits = kv_lens[row]
     if params.causal:
-        limits = limits - num_queries[row] + start + queries
-    num_pages = np.maximum(0, -(-limits // params.page_size))
+        limits = np.maximum(0, limits - num_queries[row] + start + queries)
     page = indptrs.paged_kv_indptr.numpy().astype(np.int64)[:-1][row]
-    return _Tiles(first[:-1][row] + start, queries, page, num_pages, limits)
+    return _Tiles(first[:-1][row] + start, queries, page, limits)
 
 
-def _grouped(tiles: _Tiles, params: AttentionParams) -> Iterator[_Ints]:
-    """Tile numbers by group: as many queries each, page counts within a quarter of each other."""
-    order = np.lexsort((tiles.num_pages, tiles.queries))
-    steps = np.ceil(np.log(np.maximum(tiles.num_pages, 1)) / np.log(1.25)).astype(np.int64)
-    shape = np.where(tiles.num_pages == 0, -1, steps)
+def _alike(tiles: _Tiles, params: AttentionParams) -> Iterator[_Ints]:
+    """Tile numbers by group: as many queries each, numbers of keys within a quarter."""
+    size = np.ceil(np.log(np.maximum(tiles.limits, 16)) / np.log(1.25)).astype(np.int64)
+    order = np.lexsort((size, tiles.queries))
+    seeing = order[tiles.limits[order] > 0]
     for (queries, _), members in groupby(
-        order.tolist(), key=lambda tile: (int(tiles.queries[tile]), int(shape[tile]))
+        seeing.tolist(), key=lambda tile: (int(tiles.queries[tile]), int(size[tile]))
     ):
         numbers = np.fromiter(members, dtype=np.int64)
         width = max(params.num_qo_heads * queries, params.num_kv_heads * params.head_dim)
-        most = max(1, MAX_ELEMENTS // (width * max(KEY_CHUNK, params.page_size)))
+        most = max(1, MAX_ELEMENTS // (width * KEY_CHUNK))
         yield from np.split(numbers, range(most, len(numbers), most))
 
 
-def _gather_indices(
-    tiles: _Tiles, members: _Ints, page_ids: _Ints, params: AttentionParams
-) -> _Group:
-    queries, num_pages = int(tiles.queries[members[0]]), tiles.num_pages[members]
-    columns = np.arange(num_pages.max())
-    at = tiles.page[members][:, None] + np.minimum(columns, num_pages[:, None] - 1)
-    last = tiles.limits[members]
-    places = np.arange(queries)
-    limits = np.repeat(last[:, None], queries, axis=1)
-    if params.causal:
-        limits = limits - (queries - 1 - places)
-    return _Group(
-        tokens=torch.from_numpy(tiles.token[members][:, None] + places),
-        pages=torch.from_numpy(page_ids[at]),
-        limits=torch.from_numpy(limits),
-        shortest=int(last.min()),
-        tightest=int(limits.min()),
-    )
+def _group(tiles: _Tiles, members: _Ints, page_ids: _Ints, params: AttentionParams) -> _Group:
+    places = np.arange(tiles.queries[members[0]])
+    last = tiles.limits[members][:, None]
+    limits = last - (places[-1] - places if params.causal else 0 * places)
+    first_page = tiles.page[members][:, None]
+    chunks = []
+    for start in range(0, int(last.max()), KEY_CHUNK):
+        keys = np.arange(start, min(start + KEY_CHUNK, int(last.max())))
+        read = np.minimum(keys, last - 1)
+        pages = page_ids[first_page + read // params.page_size]
+        sides = 1 if params.is_latent else 2
+        slots = pages * (sides * params.page_size) + read % params.page_size
+        chunks.append(_Chunk(torch.from_numpy(slots), _bound(keys, limits)))
+    tokens = tiles.token[members][:, None] + places
+    return _Group(torch.from_numpy(tokens), chunks)
 
 
-def _read(kv_cache: Tensor, pages: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Keys `[B, Hk, K, D]` and values `[B, Hk, K, Dv]` of whole pages, float32."""
+def _bound(keys: _Ints, limits: _Ints) -> Tensor | None:
+    if keys[-1] < limits.min():
+        return None
+    bound = np.where(keys < limits[..., None], np.float32(np.inf), np.float32(-np.inf))
+    return torch.from_numpy(bound).unsqueeze(1)
+
+
+def _read(kv_cache: Tensor, slots: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+    """Keys `[B, Hk, K, D]` and values `[B, Hk, K, Dv]` of the slots, float32."""
+    rows = kv_cache.view(-1, params.head_dim)
+    shape = (slots.shape[0], params.num_kv_heads, slots.shape[1], params.head_dim)
+    heads = torch.arange(params.num_kv_heads)[:, None]
+    at = (slots.unsqueeze(1) * params.num_kv_heads + heads).flatten()
+    keys = rows.index_select(0, at).view(shape).float()
     if params.is_latent:
-        latent = kv_cache[pages].flatten(1, 2).unsqueeze(1).float()
-        return latent, latent[..., : params.value_dim]
-    keys, values = (kv_cache[pages, side].flatten(1, 2).transpose(1, 2).float() for side in (0, 1))
-    return keys, values
+        return keys, keys[..., : params.value_dim]
+    at += params.page_size * params.num_kv_heads
+    return keys, rows.index_select(0, at).view(shape).float()
 
 
-def _hide(scores: Tensor, values: Tensor, group: _Group, first_key: int) -> None:
-    """Overwrite what must not count: scores by -inf, values that may be unwritten by 0."""
-    num_keys = scores.shape[-1]
-    if first_key + num_keys <= group.tightest:
-        return
-    keys = torch.arange(first_key, first_key + num_keys)
-    num_tiles, num_queries = group.limits.shape
-    hidden = keys >= group.limits.unsqueeze(-1)
-    by_query = scores.view(num_tiles, -1, num_queries, num_keys)
-    by_query.masked_fill_(hidden.unsqueeze(1), -torch.inf)
-    if first_key + num_keys > group.shortest:
-        unwritten = hidden[:, -1]
-        values.masked_fill_(unwritten[:, None, :, None], 0.0)
+def _scores(rows: Tensor, keys: Tensor, bound: Tensor | None, soft_cap: float | None) -> Tensor:
+    scores = torch.matmul(rows, keys.transpose(-1, -2))
+    if soft_cap is not None:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if bound is not None:
+        by_query = scores.view(scores.shape[0], -1, *bound.shape[-2:])
+        torch.minimum(by_query, bound, out=by_query)
+    return scores

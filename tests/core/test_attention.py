@@ -218,6 +218,7 @@ def test_a_path_that_cannot_serve_a_device_refuses() -> None:
         (None, torch.zeros(9, 2, 8, 3, 16), r"\(pages, 2, 8, 2, 16\), got \(9, 2, 8, 3, 16\)"),
         (torch.zeros(1, 6, 16, dtype=torch.int32), None, "floating point, got torch.int32"),
         (None, torch.zeros(9, 2, 8, 2, 16, device="meta"), "one device, got cpu and meta"),
+        (None, torch.zeros(9, 2, 8, 2, 32)[..., :16], "contiguous, got strides"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
