@@ -14,7 +14,7 @@ from mstar_plugin.kv.layout import require_count
 from mstar_plugin.video import WindowSchedule
 
 LABELS = ("main", "uncond")
-COMBINED_LABELS = {LABELS: "_cfg_batched"}
+COMBINED_LABELS: dict[tuple[str, ...], str] = {LABELS: "_cfg_batched"}
 
 FRAMES_PER_UNIT = 4
 PIXELS_PER_TOKEN = 32
