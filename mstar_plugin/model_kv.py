@@ -138,8 +138,9 @@ class ModelKV:
 
     layers: ascending by index; recurrent and other layers without KV are left out. max_positions:
     most positions the checkpoint was made for. retention: the policy to use where the operator
-    gives none. retention_refusal: why dropping keys cannot be right for this model, or None where
-    it can. ring: geometry of a ring cache for models that keep frames and not a growing sequence.
+    gives none. retention_refusal: what rules out dropping keys, as a noun phrase ("learned
+    positions, whose table ends"), or None. ring: geometry of a ring cache for models that keep
+    frames and not a growing sequence.
     """
 
     architecture: str

@@ -61,7 +61,7 @@ def ring_config(
 class WaypointAdapter(DecoderAdapter):
     """A ring per layer. `tokens_per_frame` and `full_global_ring` choose the geometry."""
 
-    refusal: str | None = "frames leave a ring cache by its own rule"
+    refusal: str | None = "ring caches, which frames leave by a rule of their own"
 
     def declare(self, hf_config: HFConfig) -> ModelKV:
         config = ConfigReader.of(hf_config, defaults=self.defaults)

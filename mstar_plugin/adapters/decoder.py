@@ -46,7 +46,7 @@ class DecoderAdapter(Adapter):
     rotary base and turned share of a head where the config has none. interleaved: neighbouring
     elements form the rotary pairs. window_default_on: what a missing `use_sliding_window` means.
     window_beside_query: `sliding_window` does not count the query itself. has_sinks: heads carry a
-    learned sink logit. refusal: why retention cannot be right. retention: the policy in force where
+    learned sink logit. refusal: what rules out retention. retention: the policy in force where
     the operator gives none and nothing refuses it.
     """
 
@@ -185,7 +185,7 @@ class DecoderAdapter(Adapter):
         return config.number("attn_logit_softcapping")
 
     def retention_refusal(self, config: ConfigReader, types: tuple[str, ...]) -> str | None:
-        """Why dropping keys cannot be right for this model, or None."""
+        """What rules out dropping keys of this model, as a noun phrase, or None."""
         if self.refusal is not None:
             return self.refusal
         if config.get("dual_chunk_attention_config") is not None:

@@ -108,6 +108,11 @@ class ConfigReader:
             raise ValueError(f"per_layer_config must map layers to values, got {own[0]!r}")
         return replace(self, values={**self.values, **own[0]})
 
+    def has(self, key: str) -> bool:
+        """Whether the config or the family's defaults speak of `key`, be it null."""
+        names = ALIASES.get(key, (key,))
+        return key in self.defaults or any(name in self.values for name in names)
+
     def get(self, key: str) -> Any:
         """The value under `key` or another of its names, else the family's default."""
         if key not in ALIASES:

@@ -64,15 +64,15 @@ def listed_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]
 def window_of(config: ConfigReader, *, default_on: bool) -> int | None:
     """`sliding_window` where it is in force.
 
-    `use_sliding_window` false, a window of 0 and a missing one mean that there is none. Raises
-    ValueError where the config lists sliding layers, switches nothing off and gives no window.
+    `use_sliding_window` false, a window of 0 or null and a missing one mean that there is none.
+    Raises ValueError where the config lists sliding layers and does not speak of a window.
     """
     if not config.flag("use_sliding_window", default=default_on):
         return None
     window = config.get("sliding_window")
     if window == 0 and not isinstance(window, bool):
         return None
-    if window is None and SLIDING in (config.get("layer_types") or ()):
+    if not config.has("sliding_window") and SLIDING in (config.get("layer_types") or ()):
         raise ValueError(
             f"sliding_window must be given where layer_types lists {SLIDING}, "
             f"got none in the config of {config.architecture}"

@@ -124,6 +124,12 @@ def test_sliding_layers_without_a_window_are_refused() -> None:
         declared("SomeForCausalLM", layer_types=[FULL, SLIDING] * 3)
 
 
+def test_a_window_that_is_null_leaves_listed_sliding_layers_full() -> None:
+    model = declared("SomeForCausalLM", layer_types=[FULL, SLIDING] * 3, sliding_window=None)
+    assert windows(model) == [None] * 6
+    assert {layer.kind for layer in model.layers} == {LayerKind.FULL}
+
+
 @pytest.mark.parametrize("window", ["512", -1, 1.5, True, [512]])
 def test_wrong_window_is_refused(window: object) -> None:
     with pytest.raises(ValueError, match="^sliding_window must be a positive integer"):
@@ -328,7 +334,7 @@ def test_wrong_hybrid_pattern_is_refused(pattern: object) -> None:
         ({"alibi": True}, "ALiBi"),
         ({"attn_config": {"alibi": True}}, "ALiBi"),
         ({"position_embedding_type": "alibi"}, "ALiBi"),
-        ({"rope_theta": "absent"}, "how positions enter"),
+        ({"rope_theta": "absent"}, "positions that its config"),
         ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, "MLA"),
         ({"layer_types": ["mamba", "attention"] * 3}, "recurrent"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual chunk"),

@@ -222,8 +222,8 @@ def test_soft_cap_and_sinks_are_declared_only_where_they_are() -> None:
         ("ibm-granite/granite-4.0-h-tiny", "recurrent"),
         ("bigscience/bloom-560m", "ALiBi"),
         ("tiiuae/falcon-rw-1b", "ALiBi"),
-        ("openai-community/gpt2", "position table"),
-        ("facebook/opt-125m", "position table"),
+        ("openai-community/gpt2", "learned positions"),
+        ("facebook/opt-125m", "learned positions"),
     ],
 )
 def test_retention_is_refused_with_the_kind_of_layer(model_id: str, word: str) -> None:
