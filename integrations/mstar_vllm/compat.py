@@ -56,7 +56,9 @@ def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> bool:
     """Replace method `owner.name` by `wrapper(original, self, *args, **kwargs)`, once; False if it
     was.
 
-    Used for `InputProcessor.process_inputs` (remove when the platform's `validate_request` is given
+    Used for the requests' `to_beam_search_params` (remove when beams keep `vllm_xargs`), the
+    scheduler's `_connector_finished` (remove when a KV cache manager can add to a request's
+    output), `InputProcessor.process_inputs` (remove when the platform's `validate_request` is given
     the configuration and the request), and for the model runners' per-step hooks (remove when
     builders are given the sampling parameters of their rows).
     """

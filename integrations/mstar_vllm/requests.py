@@ -23,9 +23,13 @@ from mstar_vllm.serving import ServingPlan, serving_plan
 
 def hook_input_processor() -> None:
     """Check requests where they enter: offline and over HTTP alike."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
     compat.wrap_method(InputProcessor, "process_inputs", _process_inputs)
+    for request_class in (ChatCompletionRequest, CompletionRequest):
+        compat.wrap_method(request_class, "to_beam_search_params", _to_beam_search_params)
 
 
 def bind_policy(request: Any, plan: ServingPlan, max_model_len: int) -> None:
@@ -64,6 +68,20 @@ def _process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **
 
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
     return request
+
+
+def _to_beam_search_params(
+    original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Beams are requests of their own, to which vLLM does not pass `vllm_xargs` on."""
+    if has_policy(request.vllm_xargs):
+        from vllm.exceptions import VLLMValidationError
+
+        key = BUDGET_KEY if BUDGET_KEY in request.vllm_xargs else PREFIX_KEY
+        raise VLLMValidationError(
+            f"{key} cannot be used with beam search; leave out one of the two", parameter=key
+        )
+    return original(request, *args, **kwargs)
 
 
 def _plan_of(processor: Any) -> ServingPlan | None:

@@ -79,7 +79,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`with serve(model, "--flag", ...) as server:` is a real server process, ready for requests."""
+    """`with serve(model, "--flag", ...) as server:` is a real server, ready for requests."""
 
     @contextmanager
     def start(model: Path, *flags: str, **environment: str) -> Iterator[Server]:

@@ -251,6 +251,16 @@ def test_a_bad_policy_is_refused_by_name(case: str, post: Callable[..., httpx.Re
     assert error["param"] == parameter
 
 
+def test_beam_search_with_a_policy_of_its_own_is_refused(
+    post: Callable[..., httpx.Response],
+) -> None:
+    body = completion("One, two,", n=2, use_beam_search=True, max_tokens=4)
+    assert post("completions", body).status_code == 200
+    refused = post("completions", {**body, "vllm_xargs": {BUDGET: 32}})
+    assert refused.status_code == 400
+    assert "beam search" in refused.json()["error"]["message"]
+
+
 def test_a_bounded_request_says_what_it_released_and_shows_in_the_metrics(
     server: Any, post: Callable[..., httpx.Response]
 ) -> None:
