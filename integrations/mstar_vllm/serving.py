@@ -101,7 +101,8 @@ def _has_windows_without_hybrid_manager(config: VllmConfig) -> bool:
     return any(layer.kind is not LayerKind.FULL for layer in model.layers)
 
 
-def _drafts_with_a_model(config: VllmConfig) -> bool:
+def drafts_with_a_model(config: VllmConfig) -> bool:
+    """Whether speculation brings layers of its own."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method not in _TEXT_DRAFTS
 
@@ -125,5 +126,5 @@ _OBSTACLES: tuple[tuple[str, Callable[[VllmConfig], bool]], ...] = (
     ("a KV connector", lambda config: config.kv_transfer_config is not None),
     ("fast prefill", lambda config: config.cache_config.kv_sharing_fast_prefill),
     ("the hybrid KV cache manager disabled", _has_windows_without_hybrid_manager),
-    ("speculation by a draft model", _drafts_with_a_model),
+    ("speculation by a draft model", drafts_with_a_model),
 )

@@ -10,6 +10,7 @@ from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_c
 from mstar_vllm.metrics import leave_bytes_per_page
 from mstar_vllm.plugin import is_selected
 from mstar_vllm.report import report_lines, warnings
+from mstar_vllm.serving import drafts_with_a_model
 
 
 def hook_worker_start(runner_class: type) -> None:
@@ -31,12 +32,15 @@ def _initialize_kv_cache(
 
 
 def check_and_report(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Compare adapter and engine on every rank; log the report on the first."""
+    """Compare adapter and engine on every rank; log the report on the first.
+
+    A draft model's layers stand among the model's own, so a server with one is not compared.
+    """
     from vllm.logger import init_logger
 
     active = session.activate(vllm_config)
     parallel = vllm_config.parallel_config
-    if active.plan.model is not None:
+    if active.plan.model is not None and not drafts_with_a_model(vllm_config):
         built = built_layers(vllm_config)
         adapter = active.plan.adapter
         check_declaration(active.plan.model, built, adapter, parallel.tensor_parallel_size)

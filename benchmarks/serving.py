@@ -1,0 +1,295 @@
+"""mstar against the stock backend on one machine, alternating: `python benchmarks/serving.py WHAT`.
+
+`parity`: nothing bounded, one and sixteen clients. `retention`: latency and prefill over a long
+context with a budget of 512. `pool`: sixteen long generations on one fixed pool.
+Each side is an engine in a process of its own, started once; the sides take turns at every repeat.
+Writes benchmarks/results/<name>.md; figures are medians, with the range of the paired ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
+BOUNDED = {"mstar": {"retention": {"context_budget": 512, "protected_prefix": 4}}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One figure: how it is asked of an engine, its unit, and whether more is better."""
+
+    name: str
+    request: dict[str, Any]
+    unit: str
+    more_is_better: bool
+
+
+class Engine:
+    """An engine in a process of its own that answers one measurement at a time."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--engine", json.dumps(arguments)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.ask({"prompt": 32, "clients": 1, "tokens": 8, "figure": "tokens per second"})
+
+    def ask(self, request: dict[str, Any]) -> float:
+        sent, received = _pipes(self._process)
+        sent.write(json.dumps(request) + "\n")
+        sent.flush()
+        for line in received:
+            if line.startswith("figure "):
+                return float(line.split()[1])
+        raise RuntimeError(f"the engine ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        _pipes(self._process)[0].close()
+        self._process.wait(60)
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the engine's process must have pipes")
+    return process.stdin, process.stdout
+
+
+@contextmanager
+def engines(sides: dict[str, dict[str, Any]]) -> Iterator[dict[str, Engine]]:
+    started = {name: Engine(arguments) for name, arguments in sides.items()}
+    try:
+        yield started
+    finally:
+        for engine in started.values():
+            engine.close()
+
+
+def compare(
+    sides: dict[str, dict[str, Any]], measures: list[Measure], repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """Figures per measure and side, the sides taking turns and the first changing each time."""
+    figures: dict[str, dict[str, list[float]]] = {m.name: {s: [] for s in sides} for m in measures}
+    with engines(sides) as running:
+        for repeat in range(repeats + 1):
+            for measure in measures:
+                order = list(running) if repeat % 2 else list(running)[::-1]
+                for side in order:
+                    figure = running[side].ask(measure.request)
+                    if repeat:
+                        figures[measure.name][side].append(figure)
+                        print(f"{measure.name} {side}: {figure:.2f}", flush=True)
+    return figures
+
+
+def table(measures: list[Measure], figures: dict[str, dict[str, list[float]]]) -> str:
+    """A Markdown table; a ratio above 1 is in mstar's favour."""
+    rows = ["| figure | stock | mstar | ratio | range of ratios |", "|---|---|---|---|---|"]
+    for measure in measures:
+        stock, ours = figures[measure.name].values()
+        pairs = zip(stock, ours, strict=True)
+        ratios = [o / s if measure.more_is_better else s / o for s, o in pairs]
+        rows.append(
+            f"| {measure.name} ({measure.unit}) | {statistics.median(stock):.2f} | "
+            f"{statistics.median(ours):.2f} | {statistics.median(ratios):.3f} | "
+            f"{min(ratios):.3f} to {max(ratios):.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def environment_line() -> str:
+    import torch
+    import vllm
+
+    name = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return (
+        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, vLLM {vllm.__version__}, "
+        "SmolLM2-135M-Instruct in bfloat16, eager"
+    )
+
+
+def write(name: str, title: str, notes: str, body: str) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    command = f"python benchmarks/serving.py {name}"
+    text = f"# {title}\n\n{environment_line()}\n\n`{command}`\n\n{notes}\n\n{body}\n"
+    (RESULTS / f"cpu-{name}.md").write_text(text)
+    print(text)
+
+
+def arguments(backend: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": str(MODEL),
+        "attention_backend": backend,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "uni",
+        "max_num_batched_tokens": 2048,
+        **changes,
+    }
+
+
+def parity(repeats: int) -> None:
+    sides = {name: arguments(name, max_model_len=2048) for name in ("CPU_ATTN", "mstar")}
+    measures = [
+        Measure(
+            name=f"{clients} client(s), 128 prompt and 128 new tokens",
+            request={"prompt": 128, "clients": clients, "tokens": 128, "figure": figure},
+            unit=unit,
+            more_is_better=more,
+        )
+        for clients in (1, 16)
+        for figure, unit, more in (
+            ("tokens per second", "tokens/s", True),
+            ("inter-token latency", "ms between tokens", False),
+        )
+    ]
+    write(
+        "parity",
+        "Nothing bounded: mstar against CPU_ATTN",
+        "Ratios above 1 are in mstar's favour.",
+        table(measures, compare(sides, measures, repeats)),
+    )
+
+
+def retention(repeats: int) -> None:
+    sides = {
+        "CPU_ATTN": arguments("CPU_ATTN", max_model_len=8192),
+        "mstar": arguments("mstar", max_model_len=8192, additional_config=BOUNDED),
+    }
+    measures = [
+        Measure(
+            name=f"{context} tokens of context",
+            request={"prompt": context, "clients": 1, "tokens": 64, "figure": figure},
+            unit=unit,
+            more_is_better=False,
+        )
+        for context in (1000, 7500)
+        for figure, unit in (
+            ("inter-token latency", "ms between tokens"),
+            ("prefill", "s of prefill"),
+        )
+    ]
+    figures = compare(sides, measures, repeats)
+    short, long = (figures[measures[i].name] for i in (0, 2))
+    growth = {s: statistics.median(long[s]) / statistics.median(short[s]) for s in sides}
+    notes = "B=512, P=4, chunks of 2,048. Ratios above 1 are in mstar's favour."
+    body = (
+        table(measures, figures)
+        + "\n\nLatency at 7,500 over that at 1,000: "
+        + ", ".join(f"{side} {ratio:.2f}" for side, ratio in growth.items())
+    )
+    write("retention", "Long context: a budget of 512 against everything", notes, body)
+
+
+def pool(repeats: int) -> None:
+    fixed = {"max_model_len": 4096, "block_size": 32, "num_gpu_blocks_override": 260}
+    fixed["max_num_batched_tokens"] = 256
+    sides = {
+        "CPU_ATTN": arguments("CPU_ATTN", **fixed),
+        "mstar": arguments("mstar", additional_config=BOUNDED, **fixed),
+    }
+    measures = [
+        Measure(
+            name="16 generations of 2,000 tokens on a pool of 8,288",
+            request={"prompt": 64, "clients": 16, "tokens": 2000, "figure": "tokens per second"},
+            unit="tokens/s",
+            more_is_better=True,
+        )
+    ]
+    write(
+        "pool",
+        "One fixed KV pool: a budget of 512 against everything",
+        "B=512, P=4, pages of 32, chunks of 256.",
+        table(measures, compare(sides, measures, repeats)),
+    )
+
+
+BENCHMARKS: dict[str, tuple[Callable[[int], None], int]] = {
+    "parity": (parity, 7),
+    "retention": (retention, 5),
+    "pool": (pool, 3),
+}
+
+
+def serve_measurements(engine: dict[str, Any]) -> None:
+    """The engine's side: a request a line on standard input, a figure a line on standard output."""
+    from vllm import LLM
+
+    llm = LLM(**engine, disable_log_stats=False)
+    for number, line in enumerate(sys.stdin):
+        print(f"figure {measured(llm, json.loads(line), number)}", flush=True)
+
+
+def measured(llm: Any, request: dict[str, Any], number: int) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
+    prompts = [
+        {
+            "prompt_token_ids": [
+                100 + (number * 97 + c * 31 + i * 7) % 40000 for i in range(request["prompt"])
+            ]
+        }
+        for c in range(request["clients"])
+    ]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    elapsed = time.perf_counter() - started
+    if request["figure"] == "tokens per second":
+        return float(request["clients"] * request["tokens"] / elapsed)
+    stats = [output.metrics for output in outputs]
+    if request["figure"] == "prefill":
+        return float(statistics.median(s.first_token_ts - s.scheduled_ts for s in stats))
+    between = [(s.last_token_ts - s.first_token_ts) / (request["tokens"] - 1) for s in stats]
+    return float(1000 * statistics.median(between))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(BENCHMARKS))
+    parser.add_argument("--repeats", type=int, help="turns per side")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        serve_measurements(json.loads(options.engine))
+        return
+    for what in options.what or BENCHMARKS:
+        run, repeats = BENCHMARKS[what]
+        run(options.repeats or repeats)
+
+
+if __name__ == "__main__":
+    main()
