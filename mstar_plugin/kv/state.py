@@ -95,6 +95,9 @@ class KVState:
             host_pages += stream.host_pages or []
             room = len(pages if stream.host_pages is None else stream.host_pages)
             assert room * size >= stored, f"{stream} stores {stored} tokens on {room} pages"
+            open_pages = pages[stored // size :]
+            shared_pages = set(open_pages) - set(self.pool.writable(open_pages))
+            assert not shared_pages, f"{stream} would write to the shared pages {shared_pages}"
             for page in pages:
                 shared = page in owners and not self.pool.is_sealed(page)
                 assert not shared, f"page {page} is in {owners[page]} and {stream}, unsealed"

@@ -35,6 +35,7 @@ class Driver:
         }
         self.manager = KVManager(PagedKVConfig(**{**shape, **overrides}), world_size=world_size)
         self.tokens: dict[Name, list[int]] = {}
+        self.scripts: dict[Name, list[int]] = {}
         self.latent = self.manager.config.layout is KVLayout.MLA
         self._next_token = 1
 
@@ -84,8 +85,9 @@ class Driver:
         self.manager.commit(step, ctx)
         if step.commit:
             for name, tokens in written.items():
-                if name not in step.sink and name[0] in ctx.request_ids:
+                if name not in step.sink and name[0] in ctx.request_ids and name[0] in self.known():
                     self.tokens.setdefault(name, []).extend(tokens)
+                    self.scripts[name] = self.scripts.get(name, [])[len(tokens) :]
             self._retain(step)
             self._fork(step.post_forks, step, ctx)
 
@@ -94,14 +96,20 @@ class Driver:
         for label, output in outputs.items():
             packed: list[int] = []
             for view in output.views:
-                fresh = range(self._next_token, self._next_token + view.to_compute)
-                self._next_token += view.to_compute
-                written[view.request_id, view.label] = list(fresh)
+                fresh = self.next_tokens((view.request_id, view.label), view.to_compute)
+                written[view.request_id, view.label] = fresh
                 packed += fresh
             for layer in range(NUM_LAYERS):
                 k, v = self.values(packed, layer)
                 self.manager.write_kv(k, v, layer=layer, label=label)
         return written
+
+    def next_tokens(self, name: Name, count: int) -> list[int]:
+        """The tokens a stream writes next: those of its script, then numbers never used before."""
+        planned = self.scripts.get(name, [])[:count]
+        fresh = range(self._next_token, self._next_token + count - len(planned))
+        self._next_token += len(fresh)
+        return [*planned, *fresh]
 
     def values(self, tokens: Sequence[int], layer: int) -> tuple[Tensor, Tensor | None]:
         numbers = torch.tensor(tokens, dtype=torch.float32)
@@ -138,6 +146,7 @@ class Driver:
 
     def forget(self, request_id: str) -> None:
         self.tokens = {name: t for name, t in self.tokens.items() if name[0] != request_id}
+        self.scripts = {name: t for name, t in self.scripts.items() if name[0] != request_id}
 
     def _same(self, got: tuple[Tensor, Tensor | None], tokens: Sequence[int], layer: int) -> None:
         k, v = self.values(tokens, layer)
@@ -149,10 +158,13 @@ class Driver:
         for request_id in ctx.request_ids:
             if step.fork_rids is not None and request_id not in step.fork_rids:
                 continue
+            if request_id not in self.known():
+                continue
             for source, target in forks:
                 if not {(request_id, source), (request_id, target)} & step.sink:
                     copied = self.tokens.get((request_id, source), [])
                     self.tokens[request_id, target] = list(copied)
+                    self.scripts.pop((request_id, target), None)
 
     def _retain(self, step: KVStep) -> None:
         """The commit rule of a policy, token by token: the oldest whole pages go."""
@@ -160,6 +172,8 @@ class Driver:
         for segment in step.segments or ():
             policy = step.retention.get(segment[:2])
             if policy is None or not segment.span or segment[:2] in step.sink:
+                continue
+            if segment.request_id not in self.known():
                 continue
             tokens = self.tokens[segment[:2]]
             prefix, budget = policy.protected_prefix, policy.context_budget

@@ -188,73 +188,92 @@ def test_latent_pages_move_as_well(make_driver: Any) -> None:
     driver.check()
 
 
-def overtaken(driver: Any, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> int:
-    """What an offload returns when `action` happens while it copies."""
-    copying, resume = threading.Event(), threading.Event()
-    freed: list[int] = []
-    store = offload.HostPool.store
+class Copying:
+    """Offloads of request "a" that stand still in their copy until they are told to go on."""
 
-    def held(pool: offload.HostPool, *pages: list[int]) -> None:
-        copying.set()
+    def __init__(self, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._driver = driver
+        self._gates: list[tuple[threading.Event, threading.Event]] = []
+        self._store = offload.HostPool.store
+        copying = self
+        monkeypatch.setattr(
+            offload.HostPool, "store", lambda pool, *pages: copying._wait(pool, *pages)
+        )
+
+    def _wait(self, pool: offload.HostPool, *pages: list[int]) -> None:
+        arrived, resume = self._gates[-1]
+        arrived.set()
         assert resume.wait(20)
-        store(pool, *pages)
+        self._store(pool, *pages)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(offload.HostPool, "store", held)
-        thread = threading.Thread(target=lambda: freed.append(driver.manager.offload("a")))
+    def begin(self) -> Callable[[], int]:
+        """Start an offload; call the result to let it finish and get what it returned."""
+        arrived, resume = threading.Event(), threading.Event()
+        self._gates.append((arrived, resume))
+        freed: list[int] = []
+        thread = threading.Thread(target=lambda: freed.append(self._driver.manager.offload("a")))
         thread.start()
-        assert copying.wait(20)
-        try:
-            action()
-        finally:
+        assert arrived.wait(20)
+
+        def end() -> int:
             resume.set()
             thread.join(20)
-    return freed[0]
+            return freed[0]
+
+        return end
+
+
+@pytest.fixture
+def copying(moving: Any, monkeypatch: pytest.MonkeyPatch) -> Copying:
+    moving.ingest("a", "b")
+    moving.run(("a", "main", 7))
+    return Copying(moving, monkeypatch)
 
 
 def test_a_step_that_arrives_during_the_copy_is_told_to_come_back(
-    moving: Any, monkeypatch: pytest.MonkeyPatch
+    moving: Any, copying: Copying
 ) -> None:
-    moving.ingest("a", "b")
-    moving.run(("a", "main", 7))
-
-    def arrive() -> None:
-        assert isinstance(moving.refused(("a", "main", 1)), RequestOffloading)
-        assert not moving.manager.reload("a")
-        assert moving.manager.offload("a") == 0
-        moving.run(("b", "main", 3))
-
-    assert overtaken(moving, monkeypatch, arrive) == 2
+    end = copying.begin()
+    assert isinstance(moving.refused(("a", "main", 1)), RequestOffloading)
+    assert not moving.manager.reload("a")
+    assert moving.manager.offload("a") == 0
+    moving.run(("b", "main", 3))
+    assert end() == 2
     assert moving.manager.reload("a")
     moving.check()
 
 
-def test_a_reset_during_the_copy_wins(moving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    moving.ingest("a")
-    moving.run(("a", "main", 7), ("a", "uncond", 2))
-
-    def reset() -> None:
-        moving.manager.reset_request("a")
-        moving.tokens.update({("a", "main"): [], ("a", "uncond"): []})
-        moving.run(("a", "main", 3))
-
-    assert overtaken(moving, monkeypatch, reset) == 0
+def test_a_reset_during_the_copy_wins(moving: Any, copying: Copying) -> None:
+    end = copying.begin()
+    moving.manager.reset_request("a")
+    moving.tokens["a", "main"] = []
+    moving.run(("a", "main", 3))
+    assert end() == 0
     assert not moving.manager.is_offloaded("a")
     moving.check()
     moving.run(("a", "main", 3))
 
 
-def test_a_removal_during_the_copy_wins(moving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_during_the_copy_wins(moving: Any, copying: Copying) -> None:
+    end = copying.begin()
+    moving.manager.remove_request("a")
+    moving.forget("a")
     moving.ingest("a")
-    moving.run(("a", "main", 7))
+    moving.run(("a", "main", 2))
+    assert end() == 0
+    moving.check()
 
-    def remove() -> None:
-        moving.manager.remove_request("a")
-        moving.forget("a")
-        moving.ingest("a")
-        moving.run(("a", "main", 2))
 
-    assert overtaken(moving, monkeypatch, remove) == 0
+def test_an_overtaken_offload_leaves_a_later_one_alone(moving: Any, copying: Copying) -> None:
+    end_first = copying.begin()
+    moving.manager.reset_request("a")
+    moving.tokens["a", "main"] = []
+    moving.run(("a", "main", 9))
+    end_second = copying.begin()
+    assert end_first() == 0
+    assert isinstance(moving.refused(("a", "main", 1)), RequestOffloading)
+    assert end_second() == 3
+    assert moving.manager.reload("a")
     moving.check()
 
 

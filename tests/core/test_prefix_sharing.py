@@ -204,9 +204,10 @@ def test_a_stream_that_released_pages_shares_nothing_from_then_on(driver: Any) -
     start(driver, "a")
     driver.manager.release("a", "main", 8)
     del driver.tokens["a", "main"][:8]
-    driver.manager.extend_prefix("a", "main", [1, 2, 3, 4, 5, 6])
-    driver.run(("a", "main", 6))
-    driver.ingest("b", **keyed([*PROMPT, 1, 2, 3, 4, 5, 6, 7]))
+    sampled = list(range(10))
+    driver.manager.extend_prefix("a", "main", sampled)
+    driver.run(("a", "main", 10))
+    driver.ingest("b", **keyed([*PROMPT, *sampled]))
     assert driver.manager.resolve_cached_prefix("b") == 16
 
 
