@@ -21,6 +21,7 @@ TOKENIZER = ROOT / ".models" / "SmolLM2-135M-Instruct"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 STAMP_FILE = "recipe.sha256"
 
+SEED = 1
 HIDDEN = 64
 COMMON: dict[str, Any] = {
     "vocab_size": 49152,
@@ -186,7 +187,7 @@ def save_model(recipe: dict[str, Any], folder: Path) -> None:
     values = {key: value for key, value in recipe.items() if key != "config_class"}
     config = getattr(transformers, recipe["config_class"])(**values)
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if config.tie_word_embeddings:
             flip_signs(model.model.norm)
