@@ -13,7 +13,7 @@ from mstar_plugin.model_kv import Rotary
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Adapter(SharingGemmaAdapter):
-    """The last layer is always full; full layers turn a quarter of their head where nothing is
+    """The last layer is always full; full layers turn a quarter of their pairs where nothing is
     said.
     """
 
@@ -40,7 +40,12 @@ class Gemma4Adapter(SharingGemmaAdapter):
             return super().rotary(config, types, index, head_dim)
         if types[index] != FULL:
             return Rotary(theta=LOCAL_THETA, rotary_dim=head_dim)
-        return Rotary(theta=self.theta, rotary_dim=head_dim // 4, scaling="proportional")
+        return Rotary(
+            theta=self.theta,
+            rotary_dim=head_dim,
+            scaling="proportional",
+            parameters=(("partial_rotary_factor", 0.25),),
+        )
 
 
 ADAPTER = Gemma4Adapter(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 SCHEMES_WITH_ORIGIN = frozenset({"llama3", "yarn", "longrope"})
+PROPORTIONAL = "proportional"
 NOT_PARAMETERS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -90,13 +91,15 @@ def _rotary_dim(
     factor = _number("partial_rotary_factor", settings, config, fraction)
     if not 0.0 < factor <= 1.0:
         raise ValueError(f"partial_rotary_factor must be in (0, 1], got {factor}")
-    return int(head_dim * factor)
+    return head_dim if _scheme(settings) == PROPORTIONAL else int(head_dim * factor)
 
 
 def _parameters(
     settings: Mapping[str, Any], config: ConfigReader, scaling: str | None
 ) -> tuple[tuple[str, object], ...]:
     found = {k: v for k, v in settings.items() if k not in NOT_PARAMETERS and v is not None}
+    if scaling == PROPORTIONAL:
+        found["partial_rotary_factor"] = settings.get("partial_rotary_factor", 1.0)
     if scaling in SCHEMES_WITH_ORIGIN:
         origin = config.optional_count("original_max_position_embeddings")
         found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))

@@ -165,7 +165,7 @@ def test_layers_without_rotary_positions_are_named(
         ("google/gemma-3-4b-it", 0, 10_000.0, 256, False, None),
         ("google/gemma-3-4b-it", 5, 1_000_000.0, 256, False, "linear"),
         ("google/gemma-4-31B-it", 0, 10_000.0, 256, False, None),
-        ("google/gemma-4-31B-it", 5, 1_000_000.0, 128, False, "proportional"),
+        ("google/gemma-4-31B-it", 5, 1_000_000.0, 512, False, "proportional"),
         ("allenai/Olmo-3-1025-7B", 0, 500_000.0, 128, False, None),
         ("allenai/Olmo-3-1025-7B", 3, 500_000.0, 128, False, "yarn"),
         ("openai/gpt-oss-20b", 0, 150_000.0, 64, False, "yarn"),

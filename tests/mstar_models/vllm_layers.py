@@ -29,8 +29,13 @@ TEXT_ARCHITECTURES = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
-NEEDS_MEMORY = {"BloomForCausalLM", "Gemma3nForCausalLM"}
-SMALL = {"vocab_size": 512, "vocab_size_per_layer_input": 256, "torch_dtype": "bfloat16"}
+SMALL = {
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 256,
+    "ffn_hidden_size": 64,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def attention_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
             max_model_len=1024,
         )
         vllm_config = options.create_engine_config()
-        model = built_model(vllm_config, config["architectures"][0])
+        model = built_model(vllm_config, config)
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = vllm_config.compilation_config.static_forward_context
     return [
@@ -63,8 +68,13 @@ def attention_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def built_model(vllm_config: VllmConfig, architecture: str) -> torch.nn.Module:
-    device = "cpu" if architecture in NEEDS_MEMORY else "meta"
+def needs_memory(config: dict[str, Any]) -> bool:
+    """Whether the constructor computes with its tensors: ALiBi slopes, Gemma 3n's constants."""
+    return bool(config.get("alibi")) or config["model_type"] in {"bloom", "gemma3n_text"}
+
+
+def built_model(vllm_config: VllmConfig, config: dict[str, Any]) -> torch.nn.Module:
+    device = "cpu" if needs_memory(config) else "meta"
     with set_current_vllm_config(vllm_config):
         initialize_model_parallel(1, 1)
         try:
