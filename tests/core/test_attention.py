@@ -19,7 +19,10 @@ from mstar_plugin.attention.merge import attend_context_and_new, merge
 from mstar_plugin.kv.config import KVLayout, PagedKVConfig
 from mstar_plugin.kv.plan import KVPlanOutput, SequenceView, build_paged_indptrs
 
-PREFILL_AND_DECODE = [(1, 1), (1, 40), (5, 5), (7, 19), (0, 6), (130, 301), (1, 33), (3, 8)]
+PREFILL_AND_DECODE = [
+    *[(1, 1), (1, 40), (5, 5), (7, 19), (0, 6), (130, 301), (1, 33), (3, 8)],
+    *[(1, 29), (1, 35), (3, 60), (3, 70), (2, 602), (2, 700)],
+]
 
 
 def params(**changes: Any) -> AttentionParams:

@@ -190,6 +190,8 @@ def test_worked_context_only_views(
 def test_context_only_keeps_the_offset_of_the_first_token() -> None:
     view = SequenceView("a", "main", [3, 7, 1], 7, 3, start=3)
     (context,) = context_only_views([view], [1], 4)
+    (nothing,) = context_only_views([view._replace(to_compute=7)], [1], 4)
+    assert (nothing.page_idxs, nothing.length, nothing.start) == ([], 0, 3)
     assert (context.page_idxs, context.length, context.start) == ([3, 7], 4, 3)
 
 
