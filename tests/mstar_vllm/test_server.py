@@ -180,7 +180,8 @@ def test_thirty_two_clients_get_what_each_gets_alone(
 def test_pages_of_an_aborted_stream_return(server: Any) -> None:
     body = completion(STORY, max_tokens=600, stream=True, ignore_eos=True)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert until(lambda: metric(server, "vllm:kv_cache_usage_perc") > 0)
     assert until(lambda: metric(server, "vllm:kv_cache_usage_perc") == 0)
 
