@@ -1,0 +1,200 @@
+"""Decode speed of engines on one card, two sides at a time, taking turns; a table last.
+
+`gpu_serving.py --config FOLDER PAIR...`, the folder holding a config.json; weights are dummies. A
+side idles while the other is timed. Numbers are medians over turns; the spread is the
+distance of the turns' medians, in per cent of their median. `speed` is against the pair's first
+side; `build us` is the host time of the attention metadata builder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GIB = 2**30
+RETENTION = {"context_budget": 2048, "protected_prefix": 128}
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 8192,
+    "max_num_seqs": 256,
+    "gpu_memory_utilization": 0.3,
+    "cudagraph_capture_sizes": [1, 4, 8, 16, 64, 256],
+    "disable_log_stats": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two sides by name, each with its arguments, and the points both are timed at."""
+
+    sides: dict[str, dict[str, Any]]
+    points: list[tuple[int, int]]
+    cache_gib: dict[str, int]
+    max_model_len: int
+
+
+def mstar(kernels: str, retention: dict[str, int] | None = None) -> dict[str, Any]:
+    settings: dict[str, Any] = {"kernels": kernels}
+    if retention is not None:
+        settings["retention"] = retention
+    return {"attention_backend": "mstar", "additional_config": {"mstar": settings}}
+
+
+def pairs() -> dict[str, Pair]:
+    unbounded = [(1, 1024), (8, 8192), (64, 2048), (256, 512), (1, 16000)]
+    made = {}
+    for kernels, name in (("flash_attn", "FLASH_ATTN"), ("flashinfer", "FLASHINFER")):
+        stock = {"attention_backend": name}
+        made[f"{kernels}-unbounded"] = Pair(
+            sides={name: stock, "mstar": mstar(kernels)},
+            points=unbounded,
+            cache_gib={name: 25, "mstar": 25},
+            max_model_len=20480,
+        )
+        made[f"{kernels}-bounded"] = Pair(
+            sides={name: stock, "mstar B=2048 P=128": mstar(kernels, RETENTION)},
+            points=[(16, 30000)],
+            cache_gib={name: 62, "mstar B=2048 P=128": 12},
+            max_model_len=40960,
+        )
+    made["flat"] = Pair(
+        sides={"mstar B=2048 P=128": mstar("flash_attn", RETENTION)},
+        points=[(4, 4096), (4, 30000), (4, 120000)],
+        cache_gib={"mstar B=2048 P=128": 12},
+        max_model_len=131072,
+    )
+    return made
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A side's process."""
+
+    name: str
+    process: subprocess.Popen[str]
+    step_ms: list[float] = field(default_factory=list)
+    build_us: list[float] = field(default_factory=list)
+    prefill_s: float = 0.0
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended, see its log")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def turn(self, count: int) -> None:
+        answer = self.ask(do="steps", count=count)
+        self.step_ms.append(statistics.median(answer["step_ms"]))
+        self.build_us.append(statistics.median(answer["build_us"]))
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start(pair: Pair, name: str, config: Path, logs: Path) -> Engine:
+    engine = {
+        "model": str(config),
+        **ENGINE,
+        **pair.sides[name],
+        "max_model_len": pair.max_model_len,
+        "kv_cache_memory_bytes": pair.cache_gib[name] * GIB,
+    }
+    log = (logs / f"{name.replace(' ', '-')}-{pair.max_model_len}.log").open("w")
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "gpu_side.py"), json.dumps(engine)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    return Engine(name=name, process=process)
+
+
+def measure(engines: list[Engine], batch: int, context: int, turns: int, count: int) -> None:
+    for engine in engines:
+        engine.step_ms, engine.build_us = [], []
+        engine.prefill_s = engine.ask(do="start", batch=batch, context=context)["prefill_s"]
+    for _ in range(turns):
+        for engine in engines:
+            engine.turn(count)
+    for engine in engines:
+        engine.ask(do="stop")
+
+
+def row(engine: Engine, first: Engine, batch: int, context: int) -> str:
+    step = statistics.median(engine.step_ms)
+    spread = 100 * (max(engine.step_ms) - min(engine.step_ms)) / step
+    ratio = statistics.median(first.step_ms) / step
+    return (
+        f"| {engine.name} | {batch} | {context:,} | {step:.3f} | {spread:.1f} | "
+        f"{1e3 * batch / step:,.0f} | {ratio:.3f} | {statistics.median(engine.build_us):.0f} | "
+        f"{engine.prefill_s:.2f} |"
+    )
+
+
+HEADER = """
+| side | batch | context | step ms | spread % | tokens/s | speed | build us | prefill s |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def run(name: str, pair: Pair, arguments: argparse.Namespace) -> list[str]:
+    begin = time.perf_counter()
+    engines = [start(pair, side, arguments.config, arguments.logs) for side in pair.sides]
+    rows = []
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Engine.answer, engines))
+        print(f"{name}: ready after {time.perf_counter() - begin:.0f} s", flush=True)
+        for batch, context in pair.points:
+            measure(engines, batch, context, arguments.turns, arguments.steps)
+            for engine in engines:
+                rows.append(row(engine, engines[0], batch, context))
+                print(rows[-1], flush=True)
+    except RuntimeError as error:
+        print(f"{name}: {error}", flush=True)
+    finally:
+        for engine in engines:
+            engine.end()
+    print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    known = pairs()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pairs", nargs="+", metavar="PAIR", choices=known, help=", ".join(known))
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"))
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    rows = [line for name in arguments.pairs for line in run(name, known[name], arguments)]
+    print(HEADER, *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The batch transform as one Triton kernel: lengths, row boundaries and page tables on device.
+
+Letters as in `visibility.py`: `R` requests, `V` rows after the split, `W` table columns.
+"""
+
+# Kernels are typed by their docstrings: Triton reads their annotations.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS_AT_ONCE = 256
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "last_column"])
+def compact_rows(
+    tables,
+    tables_stride,
+    seq_lens,
+    query_start,
+    dense,
+    head_pages,
+    slots,
+    row_request,
+    row_offset,
+    out_tables,
+    out_stride,
+    out_seq_lens,
+    out_query_start,
+    num_rows,
+    num_slots,
+    last_column,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program a row: its length, its first token and its table without the released pages.
+
+    tables: `[R, W]`; seq_lens: `[R]`; query_start: `[R + 1]`; all int32. dense, head_pages: int32,
+    one entry for all requests, one a request (`PER_ROW`), or one a runner slot (`BY_SLOT`), found
+    through slots, `[num_slots]` int64; requests behind those are padding. Where `SPLIT`,
+    row_request and row_offset, `[V]` int32, name a row's request and its number among that
+    request's rows, and a row past the request's last comes out empty; else a row is a request of at
+    most one token.
+    """
+    row = tl.program_id(0)
+    request = row
+    if SPLIT:
+        request = tl.load(row_request + row)
+    entry = tl.zeros((), tl.int64)
+    if PER_ROW:
+        entry += request
+    if BY_SLOT:
+        entry = tl.maximum(0, tl.load(slots + request, mask=request < num_slots, other=0))
+    limit = tl.load(dense + entry)
+    stored = tl.load(seq_lens + request)
+    released = _released(stored - 1, limit, PAGE_TOKENS)
+    end = stored
+    if SPLIT:
+        released, begin, end = _part(
+            query_start, request, stored, tl.load(row_offset + row), limit, released, PAGE_TOKENS
+        )
+        tl.store(out_query_start + row, begin)
+        if row == num_rows - 1:
+            tl.store(out_query_start + num_rows, tl.load(query_start + request + 1))
+    visible = end - released * PAGE_TOKENS
+    tl.store(out_seq_lens + row, visible)
+    _copy_columns(
+        tables + request.to(tl.int64) * tables_stride,
+        out_tables + row.to(tl.int64) * out_stride,
+        (visible + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
+        tl.load(head_pages + entry) * (PAGE_TOKENS // BLOCK_TOKENS),
+        released * (PAGE_TOKENS // BLOCK_TOKENS),
+        last_column,
+        COLUMNS,
+    )
+
+
+@triton.jit
+def _released(position, limit, PAGE_TOKENS: tl.constexpr):
+    """Pages the token at `position` does not see."""
+    return tl.maximum(0, (position - limit) // PAGE_TOKENS)
+
+
+@triton.jit
+def _part(query_start, request, stored, offset, limit, last_released, PAGE_TOKENS: tl.constexpr):
+    """Row `offset` of a request: released pages, its first token in the batch, stored tokens at its
+    end; no tokens at all past the request's last row.
+    """
+    query_begin = tl.load(query_start + request)
+    query_end = tl.load(query_start + request + 1)
+    first = stored - (query_end - query_begin)
+    before = _released(first, limit, PAGE_TOKENS)
+    released = before + offset
+    boundary = limit + released * PAGE_TOKENS
+    begin = query_begin + tl.where(offset == 0, 0, boundary - first)
+    end = tl.where(released >= last_released, stored, boundary + PAGE_TOKENS)
+    is_past = released > tl.maximum(before, last_released)
+    begin = tl.where(is_past, query_end, begin)
+    end = tl.where(is_past, released * PAGE_TOKENS, end)
+    return released, begin, end
+
+
+@triton.jit
+def _copy_columns(
+    source_row, target_row, width, head_blocks, gap, last_column, COLUMNS: tl.constexpr
+):
+    """The `width` columns a row sees: the head's, then those behind the gap."""
+    for first_column in range(0, width, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        source = tl.where(column < head_blocks, column, column + gap)
+        block = tl.load(source_row + tl.minimum(source, last_column), mask=column < width)
+        tl.store(target_row + column, block, mask=column < width)

@@ -1,0 +1,315 @@
+"""The transform on device gives the rows that the transform on the host gives.
+
+Without a card Triton's interpreter runs the kernel (`TRITON_INTERPRET=1`), where Triton is there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs Triton")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not IS_INTERPRETED:
+    pytest.skip("needs a CUDA card", allow_module_level=True)
+
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+
+from mstar_plugin.kv.config import RetentionPolicy  # noqa: E402
+from mstar_vllm import rows, rows_v2  # noqa: E402
+from mstar_vllm.cache_specs import RetentionSpec  # noqa: E402
+from mstar_vllm.device_limits import DeviceBatchLimits  # noqa: E402
+from mstar_vllm.device_rows import Pages, offsets_of  # noqa: E402
+from mstar_vllm.device_visibility import (  # noqa: E402
+    BatchShape,
+    DeviceVisibility,
+    possible_rows,
+    visible_tokens,
+)
+from mstar_vllm.visibility import (  # noqa: E402
+    RowLimits,
+    compact_tables,
+    limits_of,
+    split_rows,
+)
+
+pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_REQUESTS = 8
+MAX_LEN = 400
+POLICIES = st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70))
+EXAMPLES = settings(max_examples=40, deadline=None)
+
+
+@dataclass(frozen=True)
+class Setting:
+    policy: RetentionPolicy | None
+    pages: Pages
+
+    def visibility(self, drafts: int = 0, plans_on_host: bool = False) -> DeviceVisibility:
+        policy = self.policy
+        spec = RetentionSpec(
+            block_size=self.pages.block_tokens,
+            num_kv_heads=1,
+            head_size=64,
+            dtype=torch.bfloat16,
+            context_budget=policy.context_budget if policy else None,
+            protected_prefix=policy.protected_prefix if policy else 0,
+            release_tokens=self.pages.page_tokens,
+        )
+        shape = BatchShape(
+            pages=self.pages,
+            max_requests=MAX_REQUESTS,
+            max_model_len=MAX_LEN,
+            drafts=drafts,
+            plans_on_host=plans_on_host,
+        )
+        return DeviceVisibility(shape, DeviceBatchLimits(spec, MAX_REQUESTS, DEVICE), DEVICE)
+
+    def limits(self, own: list[RetentionPolicy | None]) -> RowLimits:
+        pairs = [limits_of(policy or self.policy, self.pages.page_tokens) for policy in own]
+        both = np.array(pairs, dtype=np.int64)
+        return RowLimits(
+            dense=both[:, 0], head_pages=both[:, 1], page_tokens=self.pages.page_tokens
+        )
+
+
+@st.composite
+def any_setting(draw: st.DrawFn, with_policy: bool = True) -> Setting:
+    block = draw(st.sampled_from([4, 8]))
+    pages = Pages(page_tokens=block * draw(st.sampled_from([1, 2, 3])), block_tokens=block)
+    return Setting(draw(POLICIES) if with_policy else None, pages)
+
+
+@st.composite
+def lengths(draw: st.DrawFn, max_query: int, min_size: int = 1) -> tuple[list[int], list[int]]:
+    pairs = draw(
+        st.lists(
+            st.tuples(st.integers(1, max_query), st.integers(0, MAX_LEN - max_query)),
+            min_size=min_size,
+            max_size=MAX_REQUESTS - 2,
+        )
+    )
+    return [query for query, _ in pairs], [query + before for query, before in pairs]
+
+
+def batch_of(
+    query_lens: list[int],
+    seq_lens: list[int],
+    block: int,
+    *,
+    padding: int = 0,
+    upper: list[int] | None = None,
+) -> CommonAttentionMetadata:
+    """A batch whose table entry names its request and logical block; padding rows hold nothing."""
+    query_lens, seq_lens = query_lens + [0] * padding, seq_lens + [0] * padding
+    bound = seq_lens if upper is None else upper + [0] * padding
+    starts = torch.tensor(np.append(0, np.cumsum(query_lens)), dtype=torch.int32)
+    width = -(-MAX_LEN // block)
+    table = 1000 * torch.arange(len(seq_lens))[:, None] + torch.arange(width)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        seq_lens_cpu_upper_bound=torch.tensor(bound, dtype=torch.int32),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(query_lens),
+        max_seq_len=max(bound),
+        block_table_tensor=table.to(device=DEVICE, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64, device=DEVICE),
+    )
+
+
+def rows_of(seen: CommonAttentionMetadata, block: int) -> list[tuple[int, int, list[int]]]:
+    """Each row that holds tokens: query length, visible tokens, table."""
+    starts = seen.query_start_loc.tolist()
+    found = []
+    for row in range(seen.num_reqs):
+        query, length = starts[row + 1] - starts[row], int(seen.seq_lens[row])
+        if query:
+            table = seen.block_table_tensor[row, : -(-length // block)].tolist()
+            found.append((query, length, table))
+    return found
+
+
+def expected_rows(
+    query_lens: list[int], seq_lens: list[int], limits: RowLimits, block: int
+) -> list[tuple[int, int, list[int]]]:
+    lens = np.array(seq_lens, dtype=np.int64)
+    split = split_rows(np.array(query_lens, dtype=np.int64), lens, limits)
+    width = -(-MAX_LEN // block)
+    tables = 1000 * np.arange(len(lens))[:, None] + np.arange(width)
+    compact = compact_tables(tables.astype(np.int32), split, limits, block)
+    return [
+        (int(query), int(length), compact[row, : -(-int(length) // block)].tolist())
+        for row, (query, length) in enumerate(zip(split.query_lens, split.seq_lens, strict=True))
+    ]
+
+
+@given(setting=any_setting(), batch=lengths(1), padding=st.integers(0, 2))
+@EXAMPLES
+def test_decode_rows_are_the_hosts(
+    setting: Setting, batch: tuple[list[int], list[int]], padding: int
+) -> None:
+    visibility = setting.visibility(plans_on_host=True)
+    block = setting.pages.block_tokens
+    seen = visibility.visible(batch_of(*batch, block, padding=padding))
+    limits = setting.limits([None] * len(batch[0]))
+    assert rows_of(seen, block) == expected_rows(*batch, limits, block)
+    assert seen.num_reqs == len(batch[0]) + padding
+    assert seen.seq_lens_cpu_upper_bound is not None
+    assert seen.seq_lens_cpu_upper_bound.tolist() == seen.seq_lens.tolist()
+    assert seen.max_seq_len >= int(seen.seq_lens.max())
+
+
+@given(setting=any_setting(), batch=lengths(150))
+@EXAMPLES
+def test_chunks_are_cut_as_on_the_host(
+    setting: Setting, batch: tuple[list[int], list[int]]
+) -> None:
+    block = setting.pages.block_tokens
+    given_batch = batch_of(*batch, block)
+    seen = setting.visibility().visible(given_batch)
+    limits = setting.limits([None] * len(batch[0]))
+    assert rows_of(seen, block) == expected_rows(*batch, limits, block)
+    assert seen.query_start_loc_cpu.tolist() == seen.query_start_loc.tolist()
+    assert seen.max_query_len == int(np.diff(seen.query_start_loc_cpu).max())
+    if seen is not given_batch and max(batch[0]) > 1:
+        assert seen.seq_lens_cpu_upper_bound is not None
+        assert seen.seq_lens_cpu_upper_bound.tolist() == seen.seq_lens.tolist()
+
+
+@given(data=st.data(), setting=any_setting(), drafts=st.integers(1, 9))
+@EXAMPLES
+def test_drafts_are_cut_where_the_device_says(
+    data: st.DataObject, setting: Setting, drafts: int
+) -> None:
+    query_lens, seq_lens = data.draw(lengths(1 + drafts))
+    rejected = [data.draw(st.integers(0, drafts)) for _ in seq_lens]
+    upper = [length + more for length, more in zip(seq_lens, rejected, strict=True)]
+    block = setting.pages.block_tokens
+    visibility = setting.visibility(drafts)
+    given_batch = batch_of(query_lens, seq_lens, block, upper=upper, padding=1)
+    given_batch.max_query_len = max(2, max(query_lens))
+    seen = visibility.visible(given_batch)
+    limits = setting.limits([None] * len(seq_lens))
+    assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
+    assert seen.num_reqs == given_batch.num_reqs * (1 + -(-drafts // setting.pages.page_tokens))
+
+
+@given(data=st.data(), setting=any_setting(), drafts=st.integers(1, 4))
+@EXAMPLES
+def test_chunks_beside_drafts_are_cut_where_the_device_says(
+    data: st.DataObject, setting: Setting, drafts: int
+) -> None:
+    query_lens, seq_lens = data.draw(lengths(120))
+    query_lens[0], seq_lens[0] = query_lens[0] + 5, seq_lens[0] + 5
+    upper = [length + data.draw(st.integers(0, drafts)) for length in seq_lens]
+    block = setting.pages.block_tokens
+    for plans_on_host in (False, True):
+        visibility = setting.visibility(drafts, plans_on_host)
+        seen = visibility.visible(batch_of(query_lens, seq_lens, block, upper=upper))
+        limits = setting.limits([None] * len(seq_lens))
+        assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
+
+
+@given(data=st.data(), setting=any_setting(with_policy=False), max_query=st.sampled_from([1, 90]))
+@EXAMPLES
+def test_requests_bring_policies_on_the_first_runner(
+    data: st.DataObject, setting: Setting, max_query: int
+) -> None:
+    query_lens, seq_lens = data.draw(lengths(max_query))
+    own = [data.draw(st.one_of(st.none(), POLICIES)) for _ in seq_lens]
+    block = setting.pages.block_tokens
+    rows._published = own
+    try:
+        seen = setting.visibility().visible(batch_of(query_lens, seq_lens, block, padding=1))
+    finally:
+        rows._published = None
+    limits = setting.limits(own)
+    assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
+
+
+@given(data=st.data(), setting=any_setting(with_policy=False), max_query=st.sampled_from([1, 90]))
+@EXAMPLES
+def test_requests_bring_policies_on_the_second_runner(
+    data: st.DataObject, setting: Setting, max_query: int
+) -> None:
+    query_lens, seq_lens = data.draw(lengths(max_query))
+    slots = data.draw(st.permutations(range(MAX_REQUESTS)))[: len(seq_lens)]
+    policies = rows_v2.SlotPolicies(MAX_REQUESTS)
+    visibility = setting.visibility()
+    block = setting.pages.block_tokens
+    for _ in range(2):
+        own = [data.draw(st.one_of(st.none(), POLICIES)) for _ in seq_lens]
+        for slot, policy in zip(slots, own, strict=True):
+            policies.by_slot[slot] = policy
+        policies.version += 1
+        rows_v2._published = rows_v2.BatchPolicies(
+            policies=policies,
+            slots=torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+            slots_on_host=np.array(slots),
+        )
+        try:
+            seen = visibility.visible(batch_of(query_lens, seq_lens, block, padding=1))
+        finally:
+            rows_v2._published = None
+        limits = setting.limits(own)
+        assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [40, 1]])
+def test_nothing_is_launched_where_nothing_is_bounded(query_lens: list[int]) -> None:
+    setting = Setting(None, Pages(page_tokens=16, block_tokens=16))
+    batch = batch_of(query_lens, [300, 200], 16)
+    assert setting.visibility().visible(batch) is batch
+
+
+def test_a_prefill_that_releases_nothing_is_left_alone() -> None:
+    setting = Setting(RetentionPolicy(64, 16), Pages(page_tokens=16, block_tokens=16))
+    batch = batch_of([40, 30], [90, 96], 16)
+    assert setting.visibility().visible(batch) is batch
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rows_of_a_servers_policy_never_move(drafts: int) -> None:
+    setting = Setting(RetentionPolicy(64, 16), Pages(page_tokens=16, block_tokens=16))
+    visibility = setting.visibility(drafts)
+    addresses = set()
+    for length in (5, 96, 97, 300):
+        query = 1 + drafts
+        batch = batch_of([query] * 4, [length] * 4, 16, padding=2)
+        seen = visibility.visible(batch)
+        visibility.visible(batch_of([60], [360], 16))
+        addresses.add(
+            (
+                seen.block_table_tensor.data_ptr(),
+                seen.block_table_tensor.stride(0),
+                seen.seq_lens.data_ptr(),
+                seen.query_start_loc.data_ptr() if drafts else 0,
+                seen.num_reqs,
+            )
+        )
+    assert len(addresses) == 1
+
+
+def test_a_token_sees_what_the_worked_example_says() -> None:
+    limits = RowLimits(dense=31, head_pages=1, page_tokens=8)
+    assert visible_tokens(np.array([0, 39, 41], dtype=np.int32), limits).tolist() == [0, 39, 33]
+
+
+def test_rows_are_numbered_within_their_request() -> None:
+    assert offsets_of(np.array([0, 0, 1, 1, 1, 3])).tolist() == [0, 1, 0, 1, 2, 0]
+
+
+def test_possible_rows_are_enough_for_every_alignment() -> None:
+    limits = RowLimits(dense=10, head_pages=1, page_tokens=16)
+    query, stored = np.array([17, 1]), np.array([1000, 1000])
+    assert possible_rows(query, stored, limits).tolist() == [0, 0, 1]
