@@ -64,10 +64,9 @@ def main() -> None:
     for name, (metadata, bounds) in cases.items():
         median, high = microseconds(partial(transform, metadata, bounds, BLOCK))
         rows.append(f"| {name} | {median:.1f} µs | {high:.1f} µs |")
-    title = "# The batch transform on CPU\n\nB=2048, P=64, pages of 128; `python benchmarks/transform.py`"
-    text = (
-        f"{title}, {os.cpu_count()} cores, torch {torch.__version__}\n\n" + "\n".join(rows) + "\n"
-    )
+    title = "# The batch transform on CPU\n\nB=2048, P=64, pages of 128"
+    how = f"`python benchmarks/transform.py`, {os.cpu_count()} cores, torch {torch.__version__}"
+    text = f"{title}; {how}\n\n" + "\n".join(rows) + "\n"
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "cpu-transform.md").write_text(text)
     print(text)
