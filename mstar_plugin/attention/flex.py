@@ -2,7 +2,7 @@
 
 `flex` is FlexAttention, compiled: it visits the listed blocks and touches no other, so slots that
 are hidden or were never written may hold anything. `gather` copies the visible frames of each row
-and runs plain attention over them: the same result without a compiler, at the price of the copy.
+and runs plain attention over them: the same result without a compiler, and on a CPU the faster one.
 Uncompiled FlexAttention ignores block lists and is never used.
 """
 
@@ -29,12 +29,13 @@ MAX_COMPILED_SHAPES = 64
 
 @cache
 def can_compile(device_type: str) -> bool:
-    """Whether FlexAttention can be compiled for this kind of device on this machine."""
-    if device_type == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        return has_vectors and shutil.which(compiler) is not None
-    return device_type == "cuda"
+    """Whether this machine can compile FlexAttention for a kind of device: on a CPU that takes AVX2
+    and a C++ compiler.
+    """
+    if device_type != "cpu":
+        return device_type == "cuda"
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return has_vectors and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def ring_attention(
@@ -48,10 +49,10 @@ def ring_attention(
     """Attention of each row's frame over its session, as planned in `table`.
 
     q: `[B, Q, T, D]` of the cache's dtype, after `cache.upsert` of the same pass. `path=None` takes
-    `flex` where it can be compiled and `gather` elsewhere. Returns `[B, Q, T, D]`.
+    `flex` on a GPU and `gather` on a CPU. Returns `[B, Q, T, D]`.
     """
     if path is None:
-        path = "flex" if can_compile(q.device.type) else "gather"
+        path = "gather" if q.device.type == "cpu" else "flex"
     if path == "gather":
         return gathered_attention(q, cache, table, scale)
     return flex_ring_attention(q, cache, ring_block_mask(cache, table), scale)
