@@ -38,6 +38,16 @@ lint: env
 	@$(BIN)/mypy scripts $(wildcard benchmarks/*.py examples/*.py)
 	@$(BIN)/lint-imports
 
+# Each writes its table to benchmarks/results/. WHAT=parity runs that part of serving.py alone.
+bench: env model
+	@$(BIN)/python benchmarks/serving.py $(WHAT)
+ifndef WHAT
+	@$(BIN)/python benchmarks/transform.py
+	@$(BIN)/python benchmarks/plan_benchmark.py --output benchmarks/results/plan.md
+	@$(BIN)/python benchmarks/ring_benchmark.py --out benchmarks/results/ring.md
+	@$(BIN)/python benchmarks/manager_benchmark.py --out benchmarks/results/manager.md
+endif
+
 wheel: env
 	@rm -rf dist
 	@$(BIN)/python -m build --wheel --no-isolation

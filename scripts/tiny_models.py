@@ -55,6 +55,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-14-2": ("LlamaConfig", {**heads(14, 2, 64), "hidden_size": 112}),
     "llama-9-3": ("LlamaConfig", {**heads(9, 3, 64), "hidden_size": 72}),
     "llama-5-1": ("LlamaConfig", {**heads(5, 1, 64), "hidden_size": 80}),
+    "llama-4-1": ("LlamaConfig", heads(4, 1, 64)),
     "llama-dim80": ("LlamaConfig", heads(4, 2, 80)),
     "llama-dim96": ("LlamaConfig", heads(4, 2, 96)),
     "llama-dim256": ("LlamaConfig", heads(4, 2, 256)),
@@ -62,6 +63,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     # vLLM's Qwen2 has no head_dim of its own: hidden size over heads.
     "qwen2": ("Qwen2Config", {**heads(4, 2, 64), "hidden_size": 256}),
     "qwen3": ("Qwen3Config", heads(4, 2, 64)),
+    # transformers applies the cap only with attn_implementation="eager".
     "gemma2-cap1": (
         "Gemma2Config",
         {
