@@ -1,0 +1,226 @@
+"""Two cards against one: `gpu_tensor_parallel.py --tokens MODEL... --config FOLDER`.
+
+`--tokens`: greedy answers of mstar over one card and over two, bounded by the server and by
+requests of their own, CUDA graphs on; take models with KV heads that the ranks divide, and with
+ones they replicate. `--config`: a folder with a config.json; decode speed of mstar and FLASH_ATTN
+on dummy weights over two cards, both engines up, taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+RETENTION = {"mstar": {"retention": {"context_budget": 192, "protected_prefix": 20}}}
+OWN = {"mstar_context_budget": 64, "mstar_protected_prefix": 4}
+POINTS = ((1, 1024), (16, 1024), (64, 1024))
+
+
+class Engine:
+    """An engine in a process of its own: a request a line in, an answer a line out."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.log = Path(f"/tmp/engine-{time.monotonic_ns()}.log")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--engine", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+        )
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise RuntimeError(f"the engine ended: {self.log.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def prompts() -> list[list[int]]:
+    lengths = (300, 150, 40, 213)
+    return [
+        [(s * 7919 + i * i * 31) % 40000 + 100 for i in range(n)] for s, n in enumerate(lengths)
+    ]
+
+
+def compare_tokens(model: str) -> str:
+    """Agreement of two cards with one, per policy, for one model."""
+    common = {
+        "model": model,
+        "attention_backend": "mstar",
+        "additional_config": RETENTION,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 128,
+        "gpu_memory_utilization": 0.15,
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    }
+    engines = [Engine(**common, tensor_parallel_size=ranks) for ranks in (1, 2)]
+    with ThreadPoolExecutor() as pool:
+        one, two = pool.map(lambda engine: engine.ask(do="tokens"), engines)
+    for engine in engines:
+        engine.close()
+    return f"| {Path(model).name} | {agreement(one, two)} |"
+
+
+def agreement(one: list[Any], two: list[Any]) -> str:
+    """Equal leading tokens, and how far the log-probabilities of those differ."""
+    equal, total, apart = 0, 0, 0.0
+    for first, second in zip(one, two, strict=True):
+        total += len(first["tokens"])
+        same = zip(first["tokens"], second["tokens"], strict=True)
+        leading = next((i for i, (a, b) in enumerate(same) if a != b), len(first["tokens"]))
+        equal += leading
+        pairs = zip(first["logprobs"][:leading], second["logprobs"][:leading], strict=True)
+        apart = max([apart, *(abs(a - b) for a, b in pairs)])
+    return f"{equal} of {total} | {apart:.4f}"
+
+
+def compare_speed(config: str, turns: int) -> list[str]:
+    common = {
+        "model": config,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.35,
+        "cudagraph_capture_sizes": [1, 16, 64],
+    }
+    engines = {name: Engine(**common, attention_backend=name) for name in ("FLASH_ATTN", "mstar")}
+    times: dict[tuple[str, int], list[float]] = {}
+    with ThreadPoolExecutor() as pool:
+        list(
+            pool.map(lambda engine: engine.ask(do="decode", batch=1, context=64), engines.values())
+        )
+    for turn in range(turns):
+        for batch, context in POINTS:
+            for name in list(engines) if turn % 2 else list(engines)[::-1]:
+                figure = engines[name].ask(do="decode", batch=batch, context=context)
+                times.setdefault((name, batch), []).append(figure)
+    for engine in engines.values():
+        engine.close()
+    rows = []
+    for batch, context in POINTS:
+        stock, ours = (times[name, batch] for name in engines)
+        ratios = [s / o for s, o in zip(stock, ours, strict=True)]
+        rows.append(
+            f"| {batch} | {context} | {statistics.median(stock):.3f} | "
+            f"{statistics.median(ours):.3f} | {statistics.median(ratios):.3f} | "
+            f"{min(ratios):.3f} to {max(ratios):.3f} |"
+        )
+    return rows
+
+
+class Side:
+    """The engine's side of the pipe."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(dtype="bfloat16", **arguments)
+        self.seed = 0
+
+    def tokens(self) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        asked = [
+            (
+                prompt,
+                SamplingParams(
+                    max_tokens=96, temperature=0, logprobs=0, ignore_eos=True, extra_args=own
+                ),
+            )
+            for own in (None, OWN)
+            for prompt in prompts()
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in asked],
+            [params for _, params in asked],
+            use_tqdm=False,
+        )
+        return [
+            {
+                "tokens": list(one.outputs[0].token_ids),
+                "logprobs": [
+                    step[token].logprob
+                    for token, step in zip(
+                        one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True
+                    )
+                ],
+            }
+            for one in outputs
+        ]
+
+    def decode(self, batch: int, context: int) -> float:
+        """Milliseconds between tokens: a long answer less a short one."""
+        self.seed += 1
+        short, long = (self._seconds(batch, context, tokens) for tokens in (4, 132))
+        return 1000 * (long - short) / 128
+
+    def _seconds(self, batch: int, context: int, tokens: int) -> float:
+        import numpy as np
+        from vllm import SamplingParams
+
+        dice = np.random.default_rng(self.seed)
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        asked = [
+            {"prompt_token_ids": dice.integers(10, 100000, context).tolist()} for _ in range(batch)
+        ]
+        started = time.perf_counter()
+        self.llm.generate(asked, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    side = Side(arguments)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(side, request.pop("do"))(**request)
+        print(f"answer {json.dumps(answer)}", file=answers, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", nargs="*", default=[], metavar="MODEL")
+    parser.add_argument("--config", metavar="FOLDER")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        serve(json.loads(options.engine))
+        return
+    if options.tokens:
+        print("| model | leading tokens as on one card | log-probabilities apart |")
+        print("|---|---|---|")
+        for model in options.tokens:
+            print(compare_tokens(model), flush=True)
+    if options.config:
+        print("| batch | context | FLASH_ATTN ms | mstar ms | speed | range |")
+        print("|---|---|---|---|---|---|")
+        print(*compare_speed(options.config, options.turns), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
