@@ -81,8 +81,6 @@ def command(launch: Launch) -> list[str]:
     if "cpu" in importlib.metadata.version("vllm"):
         # Compiling takes a minute and a C++ compiler; it gains a tenth of the speed.
         serve.append("--enforce-eager")
-    # Without it the engine is killed at Ctrl-C, with a traceback, and running requests are cut off.
-    serve += ["--shutdown-timeout", "5"]
     return [*serve, *launch.extra]
 
 
