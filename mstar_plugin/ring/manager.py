@@ -38,7 +38,9 @@ class RingKVManager(Resource):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         block_tokens: int = SPARSE_BLOCK_TOKENS,
+        world_size: int = 1,
     ) -> None:
+        config.shard(world_size)
         self.config = config
         self._device = torch.device(device)
         self.layers = tuple(
@@ -102,6 +104,14 @@ class RingKVManager(Resource):
             self._sessions.claim(request_id).admitted_clock = clocks[request_id]
         return ADMIT_OK
 
+    def rollback_admit(self, step: ResourceStep, ctx: StepContext) -> None:
+        """Take back an admission that will not run: sessions it claimed are free again."""
+        for request_id, clock in _ring_step(step).frames:
+            session = self._sessions.admitted(request_id, clock)
+            session.admitted_clock = None
+            if session.is_blank:
+                self.reset_request(request_id)
+
     def plan(self, step: ResourceStep, ctx: StepContext) -> RingPlan:
         """Rows in the order of `ctx.padded_request_ids`; dummies share the padding session.
 
@@ -141,6 +151,7 @@ class RingKVManager(Resource):
             cache.check_state(layer_state)
         session = self._sessions.claim(request_id)
         session.last_clock = session.admitted_clock = None
+        session.is_blank = False
         for cache, layer_state in zip(self.layers, state, strict=True):
             cache.load_state(session.index, layer_state)
             session.ledgers[cache.layer].restore(cache.written_slots(session.index))

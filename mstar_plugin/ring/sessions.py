@@ -18,13 +18,15 @@ class RingSession:
     """One resident world: its place in the storage, its clocks, and what its rings hold.
 
     `last_clock` is the frame last committed, None while any clock may come next. `admitted_clock`
-    is the frame that was admitted and not yet committed.
+    is the frame that was admitted and not yet committed. `is_blank` until a frame is committed or a
+    state loaded.
     """
 
     index: int
     ledgers: dict[RingKVLayerConfig, RingLedger]
     last_clock: int | None = None
     admitted_clock: int | None = None
+    is_blank: bool = True
 
     def commit(self) -> None:
         """Take over the admitted frame."""
@@ -32,6 +34,7 @@ class RingSession:
         for ledger in self.ledgers.values():
             ledger.commit(self.admitted_clock)
         self.last_clock, self.admitted_clock = self.admitted_clock, None
+        self.is_blank = False
 
 
 @dataclass

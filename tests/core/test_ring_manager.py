@@ -149,6 +149,34 @@ def test_an_admitted_step_may_be_admitted_again_at_its_clock() -> None:
     assert admit(manager, ("a", 5)).ok
 
 
+def test_taking_back_an_admission_frees_only_the_sessions_it_claimed() -> None:
+    manager = make_manager(num_sessions=2)
+    run(manager, ("a", 0))
+    step, ctx = RingKVStep(frames=(("a", 1), ("b", 0))), StepContext(request_ids=["a", "b"])
+    assert manager.admit(step, ctx).ok
+    manager.rollback_admit(step, ctx)
+    with pytest.raises(RuntimeError, match="frame 1 of request 'a' must be admitted first"):
+        manager.plan(RingKVStep(frames=(("a", 1),)), StepContext(request_ids=["a"]))
+    assert run(manager, ("c", 0), ("a", 1)).session_idx.tolist() == [1, 0]
+
+
+def test_taking_back_an_admission_keeps_a_loaded_world() -> None:
+    manager = make_manager(num_sessions=2)
+    run(manager, ("a", 0), value=4.0)
+    manager.load_state("b", manager.get_state("a"))
+    step, ctx = RingKVStep(frames=(("b", 1),)), StepContext(request_ids=["b"])
+    manager.admit(step, ctx)
+    manager.rollback_admit(step, ctx)
+    assert manager.get_state("b")[0]["kv"].max() == 4
+
+
+def test_each_rank_keeps_its_share_of_the_heads() -> None:
+    config = make_manager().config
+    manager = RingKVManager(config, block_tokens=T, world_size=2)
+    assert manager.layers[0].keys.shape[1] == H // 2
+    assert manager.memory_report().session_bytes == (5 + 7) * T * 2 * (H // 2) * D * 4
+
+
 def test_planning_and_committing_follow_admission() -> None:
     manager, ctx = make_manager(), StepContext(request_ids=["a"])
     for call in (manager.plan, manager.commit):
