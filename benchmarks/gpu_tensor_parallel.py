@@ -137,7 +137,7 @@ class Side:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(dtype="bfloat16", **arguments)
+        self.llm: Any = LLM(dtype="bfloat16", **arguments)
         self.seed = 0
 
     def tokens(self) -> list[dict[str, Any]]:
