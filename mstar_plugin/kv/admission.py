@@ -35,7 +35,7 @@ def reserve(state: KVState, flight: Flight) -> AdmitFailedReason | None:
     if blocked is None:
         _take_leases(state, flight)
         rows, needs = _page_needs(state, flight)
-        short = state.pages_short(int(needs[needs > 0].sum()))
+        short = state.pages_short(int(np.maximum(needs, 0).sum()))
         if not short:
             _hand_out(state, flight, rows, needs)
             _copy_partial_pages(state, flight)
@@ -100,10 +100,10 @@ def _blocked(state: KVState, flight: Flight) -> AdmitFailedReason | None:
         if any(state.table.has(stream, OFFLOADING | OFFLOADED) for stream in siblings):
             return RequestOffloading(opened.label, opened.request_id)
     rows = flight.touched_rows()
-    flags = state.table.flags[rows] & _BLOCKING
-    if not flags.any():
+    flags = state.table.flags[rows]
+    if not np.bitwise_or.reduce(flags) & _BLOCKING:
         return None
-    row = int(rows[np.flatnonzero(flags)[0]])
+    row = int(rows[np.flatnonzero(flags & _BLOCKING)[0]])
     stream = state.table[row]
     if state.table.flags[row] & (OFFLOADING | OFFLOADED):
         return RequestOffloading(stream.label, stream.request_id)
@@ -115,7 +115,10 @@ def _blocked(state: KVState, flight: Flight) -> AdmitFailedReason | None:
 def _take_leases(state: KVState, flight: Flight) -> None:
     table = state.table
     rows = flight.touched_rows()
-    for row in rows[(table.flags[rows] & LEASED) > 0].tolist():
+    flags = table.flags[rows]
+    if not np.bitwise_or.reduce(flags) & LEASED:
+        return
+    for row in rows[(flags & LEASED) > 0].tolist():
         stream = table[row]
         lease = stream.lease
         if lease is not None:
@@ -124,8 +127,7 @@ def _take_leases(state: KVState, flight: Flight) -> None:
             table.generation[row] += 1
             flight.leases.append((stream, lease))
             stream.lease = None
-    if flight.leases:
-        table.unmark(rows, LEASED)
+    table.unmark(rows, LEASED)
 
 
 def _restore_lease(state: KVState, stream: Stream, lease: Lease) -> None:

@@ -14,6 +14,7 @@ from mstar_plugin.kv.streams import NULL_ROW, IntArray, Lease, Stream, StreamTab
 from mstar_plugin.step import Segment, StepContext
 
 ForkPair = tuple[Stream, Stream]
+Name = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +23,14 @@ class Flight:
 
     `rows`: table row each segment writes to, the null row for padding, sinks and streams removed
     since. `readers`: the row its stored length comes from, which a sink keeps. `spans`: tokens.
+    `names`: request and label.
     `groups`: plan label -> its part of the arrays. `writes`: plan label -> cache row of each token.
     """
 
     step: KVStep
     slot: int
     segments: Sequence[Segment]
+    names: list[Name]
     groups: dict[str, slice]
     rows: IntArray
     readers: IntArray
@@ -76,21 +79,23 @@ def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
     if step.segments is None:
         raise ValueError("segments of a KV step must be given, got None: name them or its step's")
     segments, groups = _packed(step, step.segments)
-    spans = np.array([segment[2] for segment in segments], dtype=np.int64)
-    if len(spans) and spans.min() < 0:
-        raise ValueError(f"spans must be 0 or more, got {int(spans.min())}")
+    request_ids, labels, spans = zip(*segments, strict=True) if segments else ((), (), ())
+    if min(spans, default=0) < 0:
+        raise ValueError(f"spans must be 0 or more, got {min(spans)}")
     if step.pre_forks or step.post_forks:
         _check_forks(step, ctx, segments, table)
+    names = list(zip(request_ids, labels, strict=True))
     opened: list[Stream] = []
-    readers = _rows(step, ctx, segments, table, opened)
+    readers = _rows(step, ctx, names, table, opened)
     flight = Flight(
         step=step,
         slot=ctx.slot,
         segments=segments,
+        names=names,
         groups=groups,
-        rows=_without_sinks(segments, step.sink, readers),
+        rows=_without_sinks(names, step.sink, readers),
         readers=readers,
-        spans=spans,
+        spans=_array(spans),
         opened=opened,
     )
     flight.pre_forks = _fork_pairs(step, step.pre_forks, ctx, table, opened)
@@ -140,58 +145,55 @@ def _forking_ids(step: KVStep, ctx: StepContext) -> list[str]:
     return [rid for rid in ctx.request_ids if only is None or rid in only]
 
 
+def _array(spans: Sequence[int]) -> IntArray:
+    if spans and spans.count(spans[0]) == len(spans):
+        return np.full(len(spans), spans[0], dtype=np.int64)
+    return np.array(spans, dtype=np.int64)
+
+
 def _rows(
-    step: KVStep,
-    ctx: StepContext,
-    segments: Sequence[Segment],
-    table: StreamTable,
-    opened: list[Stream],
+    step: KVStep, ctx: StepContext, names: Sequence[Name], table: StreamTable, opened: list[Stream]
 ) -> IntArray:
-    by_request = table.rows
     padding = _padding_ids(ctx)
     try:
         if padding:
             raise KeyError
-        rows = [by_request[request_id][label] for request_id, label, _ in segments]
+        rows = list(map(table.by_name.__getitem__, names))
     except KeyError:
-        _check_ids(segments, padding, table)
-        rows = [_open_row(segment, padding, step.sink, table, opened) for segment in segments]
+        _check_names(names, padding, table)
+        rows = [_row(name, padding, step.sink, table, opened) for name in names]
     if len(set(rows)) != len(rows):
-        _check_ids(segments, padding, table)
+        _check_names(names, padding, table)
     return np.array(rows, dtype=np.int64)
 
 
-def _check_ids(segments: Sequence[Segment], padding: frozenset[str], table: StreamTable) -> None:
-    if len({segment[:2] for segment in segments}) != len(segments):
+def _check_names(names: Sequence[Name], padding: frozenset[str], table: StreamTable) -> None:
+    if len(set(names)) != len(names):
         raise ValueError("a stream must appear once in a step, the segments name one twice")
-    for request_id in {segment[0] for segment in segments} - padding:
+    for request_id in {name[0] for name in names} - padding:
         if request_id not in table.rows:
             raise ValueError(f"request {request_id!r} must be ingested before its first step")
 
 
-def _open_row(
-    segment: Segment,
+def _row(
+    name: Name,
     padding: frozenset[str],
-    sink: frozenset[tuple[str, str]],
+    sink: frozenset[Name],
     table: StreamTable,
     opened: list[Stream],
 ) -> int:
-    if segment.request_id in padding:
+    if name[0] in padding:
         return NULL_ROW
-    row = table.rows[segment.request_id].get(segment.label)
+    row = table.by_name.get(name)
     if row is not None:
         return row
-    if segment[:2] in sink:
-        return NULL_ROW
-    return _opened(segment.request_id, segment.label, table, opened).row
+    return NULL_ROW if name in sink else _opened(*name, table, opened).row
 
 
-def _without_sinks(
-    segments: Sequence[Segment], sink: frozenset[tuple[str, str]], readers: IntArray
-) -> IntArray:
+def _without_sinks(names: Sequence[Name], sink: frozenset[Name], readers: IntArray) -> IntArray:
     if not sink:
         return readers
-    return np.where([segment[:2] in sink for segment in segments], NULL_ROW, readers)
+    return np.where([name in sink for name in names], NULL_ROW, readers)
 
 
 def _fork_pairs(

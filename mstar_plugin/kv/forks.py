@@ -8,7 +8,7 @@ from mstar_plugin.kv.flight import Flight, ForkPair
 from mstar_plugin.kv.planner import PendingFork
 from mstar_plugin.kv.sharing import drop_chain, drop_lease
 from mstar_plugin.kv.state import KVState
-from mstar_plugin.kv.streams import Stream
+from mstar_plugin.kv.streams import RETAINED, Stream
 
 
 def fork_needs(flight: Flight, state: KVState) -> dict[int, int]:
@@ -65,7 +65,8 @@ def _copy(source: Stream, target: Stream, state: KVState) -> None:
         counter[target.row] = counter[source.row]
     table.generation[target.row] += 1
     target.reset_generation += 1
-    target.retained = source.retained
+    table.unmark([target.row], RETAINED)
+    table.mark([target.row], int(table.flags[source.row]) & RETAINED)
 
 
 def _writable(row: int, state: KVState) -> list[int]:

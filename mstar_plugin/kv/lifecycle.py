@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
 from mstar_plugin.kv import retention
 from mstar_plugin.kv.admission import release_partial, withdraw
-from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.flight import Flight
 from mstar_plugin.kv.forks import apply_forks
 from mstar_plugin.kv.sharing import drop_chain, drop_lease, index_written, start_chain
@@ -17,6 +18,7 @@ from mstar_plugin.kv.streams import (
     NULL_ROW,
     OFFLOADED,
     OFFLOADING,
+    RETAINED,
     STAGED,
     IntArray,
     Stream,
@@ -31,23 +33,18 @@ def keep(state: KVState, flight: Flight, ctx: StepContext) -> None:
 
     `ValueError`, with nothing changed, for a policy that does not fit its stream.
     """
-    policies = _policies(state, flight)
-    for stream, policy, stored in policies:
-        _check_prefix(
-            stream, policy.protected_prefix, stored, int(state.table.protected[stream.row])
-        )
+    ruled = _ruled_rows(state, flight)
     before = _advance(state, flight)
-    for stream, policy, _ in policies:
-        state.table.protected[stream.row] = policy.protected_prefix
-        stream.retained = True
-    replaced = [target for _, target in flight.post_forks]
+    if ruled:
+        rows = [row for row, _, _ in ruled]
+        state.table.protected[rows] = [prefix for _, prefix, _ in ruled]
+        state.table.mark(rows, RETAINED)
+    replaced = {target.row for _, target in flight.post_forks}
     if state.index is not None and not ctx.capture:
         _offer(state, flight, before, ctx.graph_walk, replaced)
-    for stream, policy, stored in policies:
-        if stream not in replaced:
-            budget, prefix = policy.context_budget, policy.protected_prefix
-            size = state.config.page_size
-            release_pages(state, stream, retention.released_pages(stored, budget, prefix, size))
+    for row, _, excess in ruled:
+        if excess > 0 and row not in replaced:
+            release_pages(state, state.table[row], excess)
     apply_forks(flight.post_forks, state)
 
 
@@ -89,7 +86,9 @@ def release_tokens(state: KVState, stream: Stream, num_tokens: int, protected_pr
             f"num_tokens and protected_prefix must be 0 or more, got {num_tokens} "
             f"and {protected_prefix}"
         )
-    _check_prefix(stream, protected_prefix, stored, int(table.protected[stream.row]))
+    protected = int(table.protected[stream.row])
+    if protected_prefix > stored or protected not in (0, protected_prefix):
+        _refuse_prefix(stream, protected_prefix, stored, protected)
     table.protected[stream.row] = protected_prefix
     first = retention.protected_pages(protected_prefix, size)
     return release_pages(state, stream, min(num_tokens // size, stored // size - first)) * size
@@ -105,7 +104,7 @@ def release_pages(state: KVState, stream: Stream, num_pages: int) -> int:
     table.stored[stream.row] -= num_pages * size
     table.released[stream.row] += num_pages * size
     table.generation[stream.row] += 1
-    stream.retained = True
+    table.mark([stream.row], RETAINED)
     drop_chain(state, stream)
     return num_pages
 
@@ -123,7 +122,7 @@ def reset(state: KVState, stream: Stream, free: bool) -> None:
         counter[stream.row] = 0
     table.generation[stream.row] += 1
     stream.reset_generation += 1
-    stream.retained = False
+    table.unmark([stream.row], RETAINED)
     start_chain(state, stream)
 
 
@@ -150,30 +149,43 @@ def _forget_in_flights(state: KVState, stream: Stream) -> None:
     state.table.unmark([stream.row], IN_FLIGHT)
 
 
-def _policies(state: KVState, flight: Flight) -> list[tuple[Stream, RetentionPolicy, int]]:
-    """Streams that this commit extends under a policy, with the tokens they will then store."""
+def _ruled_rows(state: KVState, flight: Flight) -> list[tuple[int, int, int]]:
+    """Rows that this commit extends under a policy: row, prefix, pages it will then release.
+
+    `ValueError` for a policy that does not fit its stream.
+    """
     declared = flight.step.retention
     if not declared:
         return []
-    found = []
-    for segment, row in zip(flight.segments, flight.rows.tolist(), strict=True):
-        policy = declared.get(segment[:2])
-        if policy is not None and row != NULL_ROW and segment.span:
-            stored = int(state.table.stored[row]) + segment.span
-            found.append((state.table[row], policy, stored))
-    return found
+    table, size = state.table, state.config.page_size
+    ends = (table.stored[flight.rows] + flight.spans).tolist()
+    protected = table.protected[flight.rows].tolist()
+    ruled = []
+    spans = flight.spans.tolist()
+    for name, span, row, stored, kept in zip(
+        flight.names, spans, flight.rows.tolist(), ends, protected, strict=True
+    ):
+        policy = declared.get(name)
+        if policy is not None and row != NULL_ROW and span:
+            prefix = policy.protected_prefix
+            if prefix > stored or kept not in (0, prefix):
+                _refuse_prefix(table[row], prefix, stored, kept)
+            due = stored - prefix - policy.context_budget >= size
+            budget = policy.context_budget
+            excess = retention.released_pages(stored, budget, prefix, size) if due else 0
+            ruled.append((row, prefix, excess))
+    return ruled
 
 
-def _check_prefix(stream: Stream, prefix: int, stored: int, protected: int) -> None:
+def _refuse_prefix(stream: Stream, prefix: int, stored: int, protected: int) -> NoReturn:
     if prefix > stored:
         raise ValueError(
             f"protected_prefix of {stream} must lie within the {stored} tokens it stores, "
             f"got {prefix}"
         )
-    if protected not in (0, prefix):
-        raise ValueError(
-            f"protected_prefix of {stream} must stay {protected} until it is reset, got {prefix}"
-        )
+    raise ValueError(
+        f"protected_prefix of {stream} must stay {protected} until it is reset, got {prefix}"
+    )
 
 
 def _advance(state: KVState, flight: Flight) -> IntArray:
@@ -191,7 +203,7 @@ def _offer(
     flight: Flight,
     before: IntArray,
     walk: str | None,
-    replaced: list[Stream],
+    replaced: set[int],
 ) -> None:
     """Index what the commit filled. Decode rows in the middle of a page need no look at all."""
     table, rows, size = state.table, flight.rows, state.config.page_size
@@ -204,7 +216,7 @@ def _offer(
     due &= keyed > 0
     for index in np.flatnonzero(due & (flight.spans > 0)).tolist():
         stream = table[int(rows[index])]
-        if stream in replaced:
+        if stream.row in replaced:
             drop_chain(state, stream)
         else:
             index_written(state, stream, int(before[index]), int(after[index]), walk)

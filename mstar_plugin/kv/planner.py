@@ -37,7 +37,10 @@ class PendingFork:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One plan label: counts `[R]` (`lengths` = `stored` + `spans`) and `pages` `[R, width]`."""
+    """One plan label: counts `[R]` (`lengths` = `stored` + `spans`) and `pages` `[R, width]`.
+
+    `decode`: every row computes one token.
+    """
 
     stored: IntArray
     spans: IntArray
@@ -45,6 +48,7 @@ class _Rows:
     num_pages: IntArray
     generation: IntArray
     pages: Int32Array
+    decode: bool
 
 
 def plan_label(
@@ -61,7 +65,6 @@ def plan_label(
     indptrs, page_ids = _indptrs(rows, page_size, ring)
     segments = flight.segments[part]
     pages, slots = _addresses(rows, page_size)
-    decode = bool((rows.spans == 1).all())
 
     def build_views() -> list[SequenceView]:
         bounds = [0, *rows.num_pages.cumsum().tolist()]
@@ -80,9 +83,9 @@ def plan_label(
 
     output = KVPlanOutput(
         indptrs,
-        decode_pages=pages if decode else None,
-        decode_offsets=slots if decode else None,
-        rows=list(zip(*list(zip(*segments, strict=True))[:2], strict=True)),
+        decode_pages=pages if rows.decode else None,
+        decode_offsets=slots if rows.decode else None,
+        rows=flight.names[part],
         view_builder=build_views,
     )
     return output, pages.astype(np.int64) * page_size + slots
@@ -119,7 +122,8 @@ def _gather(
     pages = _page_matrix(table, rows, width)
     for index, fork in _pending_rows(rows, pending):
         pages[index, : num_pages[index]] = fork.pages[: num_pages[index]]
-    return _Rows(stored, spans, lengths, num_pages, generation, pages)
+    decode = bool((spans == 1).all())
+    return _Rows(stored, spans, lengths, num_pages, generation, pages, decode)
 
 
 def _pending_rows(
@@ -148,8 +152,8 @@ def _indptrs(
     last = lengths - np.maximum(num_pages - 1, 0) * page_size
     place = torch.from_numpy if ring is None else ring.take
     indptrs = PagedIndptrs(
-        place(_offsets(rows.spans)),
-        place(_offsets(rows.num_pages)),
+        place(np.arange(len(lengths) + 1, dtype=np.int32) if rows.decode else _offsets(rows.spans)),
+        place(_offsets(num_pages)),
         place(page_ids),
         place(last),
         torch.from_numpy(lengths).as_subclass(HostLens),
@@ -157,7 +161,7 @@ def _indptrs(
     return indptrs, page_ids
 
 
-def _offsets(counts: IntArray) -> Int32Array:
+def _offsets(counts: IntArray | Int32Array) -> Int32Array:
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     counts.cumsum(out=offsets[1:])
     return offsets
@@ -166,12 +170,11 @@ def _offsets(counts: IntArray) -> Int32Array:
 def _addresses(rows: _Rows, page_size: int) -> tuple[Int32Array, IntArray]:
     """Page and slot of each token the step writes, `[T]` each."""
     spans = rows.spans
-    total = int(spans.sum())
-    row_of = np.arange(len(spans)) if total == len(spans) else None
-    if row_of is None or not (spans == 1).all():
-        row_of = np.repeat(np.arange(len(spans)), spans)
-        first = np.repeat(rows.stored - (spans.cumsum() - spans), spans)
-        positions = first + np.arange(total)
-    else:
-        positions = rows.stored
-    return rows.pages[row_of, positions // page_size], positions % page_size
+    row_of = np.arange(len(spans))
+    positions = rows.stored
+    if not rows.decode:
+        row_of = np.repeat(row_of, spans)
+        first = rows.stored - (spans.cumsum() - spans)
+        positions = first[row_of] + np.arange(len(row_of))
+    number = positions // page_size
+    return rows.pages[row_of, number], positions - number * page_size

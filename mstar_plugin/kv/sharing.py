@@ -8,7 +8,7 @@ from mstar_plugin.kv.chain import KeyChain
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.prefix import EMPTY_ROOT, PrefixIndex, fingerprint
 from mstar_plugin.kv.state import KVState
-from mstar_plugin.kv.streams import KEYED, LEASED, Lease, Stream
+from mstar_plugin.kv.streams import KEYED, LEASED, RETAINED, Lease, Stream
 
 
 def start_chain(state: KVState, stream: Stream) -> None:
@@ -95,7 +95,7 @@ def index_written(
         drop_chain(state, stream)
         return
     usable = after
-    if stream.retained:
+    if state.table.has(stream, RETAINED):
         usable = min(after, int(state.table.protected[stream.row]))
     pages = state.table.page_list(stream.row)
     _index_whole_pages(state, index, chain, pages[: usable // state.config.page_size])

@@ -23,6 +23,7 @@ OFFLOADING = 4
 OFFLOADED = 8
 LEASED = 16
 KEYED = 32
+RETAINED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ class Stream:
     lease: Lease | None = None
     host_pages: list[int] | None = None
     reset_generation: int = 0
-    retained: bool = False
     readers: int = 0
     remote_generation: int | None = None
 
@@ -69,7 +69,8 @@ class StreamTable:
 
     `stored` tokens resident, `released` tokens dropped, `protected` prefix in tokens, `num_pages`
     held, `covered` tokens the key chain knows, `laid_out` tokens whose walks are declared. Arrays
-    are replaced when they grow: read them anew in every operation.
+    are replaced when they grow: read them anew in every operation. `rows` finds the streams of a
+    request by label, `by_name` one stream.
     """
 
     stored: IntArray
@@ -87,6 +88,7 @@ class StreamTable:
         self.flags = np.zeros(self._capacity, dtype=np.uint8)
         self.pages = np.zeros((self._capacity, 16), dtype=np.int32)
         self.rows: dict[str, dict[str, int]] = {}
+        self.by_name: dict[tuple[str, str], int] = {}
         self._streams: list[Stream | None] = [None] * self._capacity
         self._free = list(range(self._capacity - 1, NULL_ROW, -1))
         self._num_opened = 0
@@ -100,7 +102,7 @@ class StreamTable:
         return stream
 
     def get(self, request_id: str, label: str) -> Stream | None:
-        row = self.rows.get(request_id, {}).get(label)
+        row = self.by_name.get((request_id, label))
         return None if row is None else self._streams[row]
 
     def of_request(self, request_id: str) -> list[Stream]:
@@ -117,6 +119,7 @@ class StreamTable:
         stream = Stream(row, request_id, label)
         self._streams[row] = stream
         self.rows.setdefault(request_id, {})[label] = row
+        self.by_name[request_id, label] = row
         self._num_opened += 1
         self.generation[row] = self._num_opened << 32
         return stream
@@ -131,6 +134,7 @@ class StreamTable:
         self._streams[row] = None
         self._free.append(row)
         del self.rows[stream.request_id][stream.label]
+        del self.by_name[stream.request_id, stream.label]
 
     def page_list(self, row: int) -> list[int]:
         page_ids: list[int] = self.pages[row, : self.num_pages[row]].tolist()
