@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class FrameWorld(nn.Module):
-    """Predicts the flow from a frame to its noise, given a noise level, an action and a clock."""
+    """Predicts a frame from its noisy version, given the noise level, an action and a clock."""
 
     def __init__(self, config: FrameWorldConfig) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class FrameWorld(nn.Module):
         rotation = rotations(frame_pos, self.config)
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, layer, attend)
-        flow: Tensor = self.leave(x)
-        return flow
+        predicted: Tensor = self.leave(x)
+        return predicted
 
 
 def rotations(frame_pos: Tensor, config: FrameWorldConfig) -> Tensor:
@@ -136,9 +136,9 @@ def rotations(frame_pos: Tensor, config: FrameWorldConfig) -> Tensor:
 
     Computed from the clock in every pass, so that no table ends before the world does.
     """
-    quarter = config.head_dim // 8
-    speeds = 2.0 ** -torch.arange(2 * quarter)
-    token = torch.arange(config.tokens_per_frame)
+    quarter, device = config.head_dim // 8, frame_pos.device
+    speeds = 2.0 ** -torch.arange(2 * quarter, device=device)
+    token = torch.arange(config.tokens_per_frame, device=device)
     time = frame_pos[:, None, None].double() * speeds.double()
     time = time.expand(-1, config.tokens_per_frame, -1)
     across = [
@@ -210,11 +210,20 @@ class WorldEngine:
         action = torch.stack(list(actions.values()))
         levels = torch.linspace(1, 0, config.denoise_passes + 1)
         for level, lower in zip(levels, levels[1:], strict=False):
-            flow = self._run(frames, level, action, plan, commit=False)
-            frames = frames - (level - lower) * flow
+            predicted = self._run(frames, level, action, plan, commit=False)
+            frames = predicted + lower / level * (frames - predicted)
         self._run(frames, levels[-1], action, plan, commit=True)
         self._finish(step, ctx)
         return dict(zip(actions, frames, strict=True))
+
+    @torch.inference_mode()
+    def prime(self, frames: Mapping[str, Tensor]) -> None:
+        """Commit given frames `[T, C]` as they are, such as the picture a world starts from."""
+        step, ctx, plan = self._plan(frames)
+        action = torch.zeros(len(frames), NUM_ACTIONS)
+        batch = torch.stack(list(frames.values()))
+        self._run(batch, torch.tensor(0.0), action, plan, commit=True)
+        self._finish(step, ctx)
 
     def _plan(self, worlds: Mapping[str, Tensor]) -> tuple[RingKVStep, StepContext, RingPlan]:
         step = RingKVStep(frames=tuple((world, self.clocks[world]) for world in worlds))
@@ -228,8 +237,9 @@ class WorldEngine:
         self, frames: Tensor, level: Tensor, action: Tensor, plan: RingPlan, *, commit: bool
     ) -> Tensor:
         attend = RingPass(manager=self.manager, plan=plan, commit=commit, path=self._path)
-        flow: Tensor = self.model(frames, level.expand(len(frames)), action, plan.frame_pos, attend)
-        return flow
+        levels = level.expand(len(frames))
+        predicted: Tensor = self.model(frames, levels, action, plan.frame_pos, attend)
+        return predicted
 
     def _finish(self, step: RingKVStep, ctx: StepContext) -> None:
         self.manager.commit(step, ctx)
@@ -249,3 +259,11 @@ def to_pixels(frame: Tensor, config: FrameWorldConfig) -> Tensor:
     grid, patch = config.grid, config.patch
     image = frame.view(grid, grid, patch, patch, 3).transpose(1, 2)
     return ((image.reshape(grid * patch, grid * patch, 3).clamp(-1, 1) + 1) * 127.5).byte()
+
+
+def to_tokens(images: Tensor, config: FrameWorldConfig) -> Tensor:
+    """`[..., T, C]` of RGB images `[..., grid * patch, grid * patch, 3]`, the inverse of pixels."""
+    *leading, _, _, _ = images.shape
+    grid, patch = config.grid, config.patch
+    patches = images.reshape(*leading, grid, patch, grid, patch, 3).transpose(-4, -3)
+    return patches.reshape(*leading, grid * grid, config.channels)

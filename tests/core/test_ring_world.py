@@ -2,6 +2,7 @@
 
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ def unbounded_frame(
     levels = torch.linspace(1, 0, model.config.denoise_passes + 1)
     attend.commit = False
     for level, lower in zip(levels, levels[1:], strict=False):
-        flow = model(frames, level[None], act[None], position, attend)
-        frames = frames - (level - lower) * flow
+        predicted = model(frames, level[None], act[None], position, attend)
+        frames = predicted + lower / level * (frames - predicted)
     attend.commit = True
     kept = frames if commit is None else commit[None]
     model(kept, levels[-1:], act[None], position, attend)
@@ -110,7 +111,7 @@ def test_a_forked_world_has_its_own_future_and_leaves_the_first_one_alone() -> N
 
 
 def test_a_long_rollout_allocates_nothing() -> None:
-    engine = engine_of(SMALL, num_sessions=1)
+    engine = engine_of(replace(SMALL, num_layers=1), num_sessions=1)
     engine.spawn("world", seed=0)
     storages = {cache.kv.data_ptr() for cache in engine.manager.layers}
     before = engine.cache_bytes
@@ -119,6 +120,14 @@ def test_a_long_rollout_allocates_nothing() -> None:
     assert {cache.kv.data_ptr() for cache in engine.manager.layers} == storages
     assert engine.cache_bytes == before == engine.manager.memory_report().total_bytes
     assert engine.clocks == {"world": 300}
+
+
+def test_a_world_may_begin_at_a_frame_no_table_would_reach() -> None:
+    engine = engine_of(SMALL, num_sessions=1)
+    engine.spawn("world", seed=0)
+    engine.clocks["world"] = 2**31 + 3000
+    frames = [engine.advance({"world": action(frame)})["world"] for frame in range(20)]
+    assert torch.stack(frames).isfinite().all()
 
 
 def test_a_world_beyond_the_sessions_is_refused_and_the_others_go_on() -> None:
