@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -43,17 +42,13 @@ class PageIndices(list[int]):
 
 def concatenated_pages(page_lists: Sequence[Sequence[int]]) -> Int32Array:
     """All page ids in one row: a copy of the packed bytes where every list is a `PageIndices`."""
-    try:
-        packed = bytearray().join(map(_PACKED, page_lists))
-    except AttributeError:
-        page_ids: list[int] = []
-        for pages in page_lists:
-            page_ids += pages
-        return int32_array(page_ids)
-    return np.frombuffer(packed, dtype=np.int32)
-
-
-_PACKED = attrgetter("packed")
+    packed = [pages.packed for pages in page_lists if type(pages) is PageIndices]
+    if len(packed) == len(page_lists):
+        return np.frombuffer(bytearray().join(packed), dtype=np.int32)
+    page_ids: list[int] = []
+    for pages in page_lists:
+        page_ids += pages
+    return int32_array(page_ids)
 
 
 class HostLens(Tensor):

@@ -7,6 +7,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,20 +163,19 @@ def build_paged_indptrs(
     1 query: `qo_indptr` [0, 4, 5], `paged_kv_indptr` [0, 3, 5], `paged_kv_indices` [3, 7, 1, 4, 2],
     `paged_kv_last_page_len` [4, 8], `kv_lens` [20, 16].
     """
-    columns = zip(*segments, strict=True) if segments else ((),) * len(SequenceView._fields)
+    columns = zip(*segments, strict=False) if segments else ((),) * len(SequenceView._fields)
     _, _, page_lists, lengths, queries, starts, _ = columns
-    counts = int32_array([*queries, *map(len, page_lists), *lengths, *starts])
-    counts = counts.reshape(4, len(segments))
+    ends = map(add, lengths, starts) if any(starts) else lengths
+    counts = int32_array([*queries, *map(len, page_lists), *ends]).reshape(3, len(segments))
     offsets = np.zeros((2, len(segments) + 1), dtype=np.int32)
     counts[:2].cumsum(axis=1, out=offsets[:, 1:])
-    last, lens = _row_lengths(counts[1], counts[2] + counts[3], page_size)
     place = torch.from_numpy if ring is None else ring.take
     return PagedIndptrs(
         place(offsets[0]),
         place(offsets[1]),
         place(concatenated_pages(page_lists)),
-        place(last),
-        torch.from_numpy(lens).as_subclass(HostLens),
+        place(_last_page_lens(counts[1], counts[2], page_size)),
+        torch.from_numpy(counts[2]).as_subclass(HostLens),
     )
 
 
@@ -220,15 +220,11 @@ def group_by_plan_label(
     return groups
 
 
-def _row_lengths(
-    num_pages: Int32Array, ends: Int32Array, page_size: int
-) -> tuple[Int32Array, Int32Array]:
-    last = (ends - 1) % page_size + 1
-    lens = (num_pages - 1) * page_size + last
-    if not num_pages.all():
-        last[num_pages == 0] = 0
-        lens[num_pages == 0] = 0
-    return last, lens
+def _last_page_lens(num_pages: Int32Array, ends: Int32Array, page_size: int) -> Int32Array:
+    full = np.maximum(num_pages, 1)
+    full -= 1
+    full *= page_size
+    return np.subtract(ends, full, out=full)
 
 
 def _context_only(view: SequenceView, query_span: int, page_size: int) -> SequenceView:
