@@ -224,7 +224,8 @@ def _last_page_lens(num_pages: Int32Array, ends: Int32Array, page_size: int) -> 
     full = np.maximum(num_pages, 1)
     full -= 1
     full *= page_size
-    return np.subtract(ends, full, out=full)
+    np.subtract(ends, full, out=full)
+    return full
 
 
 def _context_only(view: SequenceView, query_span: int, page_size: int) -> SequenceView:
