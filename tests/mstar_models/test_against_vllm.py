@@ -77,6 +77,13 @@ def test_vllm_builds_the_declared_layers(
 
 
 @pytest.mark.parametrize("file", BUILT, ids=lambda file: file.stem)
+def test_the_configuration_vllm_holds_declares_what_the_file_does(
+    file: Path, built_by_vllm: dict[str, dict[str, Any]]
+) -> None:
+    assert built_by_vllm[file.stem]["is_read_alike"]
+
+
+@pytest.mark.parametrize("file", BUILT, ids=lambda file: file.stem)
 def test_vllm_turns_keys_as_declared(file: Path, built_by_vllm: dict[str, dict[str, Any]]) -> None:
     config = json.loads(file.read_text())
     declared = find_adapter(config["architectures"]).declare(config).layers

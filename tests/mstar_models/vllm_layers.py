@@ -20,6 +20,8 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from mstar_plugin.adapters import find_adapter
+
 TEXT_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
@@ -47,7 +49,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"tie_word_embeddings": False, **text, **SMALL, "architectures": named}
 
 
-def attention_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
+def compared(config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's layers, and whether its configuration object declares what the file does."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         options = EngineArgs(
@@ -59,13 +62,17 @@ def attention_layers(config: dict[str, Any]) -> list[dict[str, Any]]:
         )
         vllm_config = options.create_engine_config()
         model = built_model(vllm_config, config)
+    adapter = find_adapter(vllm_config.model_config.architectures)
+    assert adapter is not None, vllm_config.model_config.architectures
+    read_by_vllm = adapter.declare(vllm_config.model_config.hf_config)
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = vllm_config.compilation_config.static_forward_context
-    return [
+    rows = [
         layer_row(name, layer, modules)
         for name, layer in layers.items()
         if getattr(layer, "head_size", None) is not None
     ]
+    return {"layers": rows, "is_read_alike": read_by_vllm == adapter.declare(config)}
 
 
 def needs_memory(config: dict[str, Any]) -> bool:
@@ -118,7 +125,7 @@ def main(files: list[str]) -> None:
         for file in files:
             config = text_config(json.loads(Path(file).read_text()))
             try:
-                row: dict[str, Any] = {"layers": attention_layers(config)}
+                row = compared(config)
             except Exception as error:
                 row = {"error": repr(error)}
             print(json.dumps({"file": Path(file).stem, **row}), flush=True)
