@@ -19,8 +19,10 @@ from vllm.v1.request import Request
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import first_release, protected_pages, released_pages
 from mstar_vllm.cache_specs import RetentionSpec
-from mstar_vllm.metrics import Counts, CountsFile
+from mstar_vllm.metrics import Counts, counts_writer
 from mstar_vllm.policy import request_policy
+from mstar_vllm.ring_managers import RingManager
+from mstar_vllm.ring_specs import RingSpec
 from mstar_vllm.scheduler_hooks import hook_scheduler
 
 _REMEMBERED_REQUESTS = 4096
@@ -29,6 +31,7 @@ _REMEMBERED_REQUESTS = 4096
 def register_specs() -> None:
     """Register the specs with their managers, after vLLM's own."""
     KVCacheSpecRegistry.register(RetentionSpec, RetentionManager, RetentionSpec)
+    KVCacheSpecRegistry.register(RingSpec, RingManager, RingSpec)
     hook_scheduler()
 
 
@@ -51,7 +54,7 @@ class RetentionManager(SingleTypeKVCacheManager):
         self._own_policies: OrderedDict[str, RetentionPolicy] = OrderedDict()
         self._released: dict[str, int] = {}
         self._counts = Counts()
-        self._counts_file = CountsFile(self.kv_cache_group_id)
+        self._counts_writer = counts_writer(self.kv_cache_group_id)
 
     def policy_of(self, request_id: str) -> RetentionPolicy | None:
         """The policy that holds for a request, the server's where it brought none."""
@@ -89,7 +92,7 @@ class RetentionManager(SingleTypeKVCacheManager):
             self._counts.saved_pages = sum(self._released.values())
             held = sum(len(self.req_to_blocks[request_id]) for request_id in self._released)
             self._counts.bounded_pages = held - self._counts.saved_pages
-            self._counts_file.write(self._counts)
+            self._counts_writer.write(self._counts)
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any

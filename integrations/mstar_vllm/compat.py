@@ -59,7 +59,8 @@ def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> bool:
     Used for the requests' `to_beam_search_params` (remove when beams keep `vllm_xargs`), the
     scheduler's `_connector_finished` (remove when a KV cache manager can add to a request's
     output), `InputProcessor.process_inputs` (remove when the platform's `validate_request` is given
-    the configuration and the request), and for the model runners' per-step hooks (remove when
+    the configuration and the request), for the model runners' `get_kv_cache_spec` (remove when
+    `AttentionBackend.customize_spec` is given the layer), and for their per-step hooks (remove when
     builders are given the sampling parameters of their rows).
     """
     original = getattr(owner, name)
@@ -73,29 +74,3 @@ def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> bool:
     wrapped._mstar_wrapper = wrapper  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
     return True
-
-
-def extend_prometheus_registry(collector: Any) -> None:
-    """Register `collector` in the registries that vLLM makes for several API server processes.
-
-    Those see only values that prometheus_client itself keeps in files. Remove when vLLM lets a
-    plugin add collectors.
-    """
-    import sys
-
-    from prometheus_client import REGISTRY
-    from vllm.v1.metrics import prometheus
-
-    original = prometheus.get_prometheus_registry
-
-    @functools.wraps(original)
-    def extended() -> Any:
-        registry = original()
-        if registry is not REGISTRY:
-            registry.register(collector)
-        return registry
-
-    prometheus.get_prometheus_registry = extended
-    served = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
-    if served is not None:
-        served.get_prometheus_registry = extended  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Prometheus metrics of bounded requests: written where blocks are managed, read where they are
-scraped.
+"""Prometheus metrics of bounded requests: counted where blocks are managed, seen at `/metrics`.
 
-The scheduler's process and the front end share a folder of small mapped files, one per KV cache
-group, because vLLM's statistics have no room for a plugin's. The folder's name travels in the
-environment.
+vLLM's statistics have no room for a plugin's. With one API server the scheduler's process leaves
+its counts in small mapped files, in a folder whose name travels in the environment, and a
+collector in the API server reads them. With several, prometheus_client itself shares values
+between processes, and the scheduler's process writes there.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mstar_vllm import compat
-
 FOLDER_VARIABLE = "MSTAR_METRICS_FOLDER"
-_FIELDS = ("released_pages", "bounded_requests", "bounded_pages", "saved_pages")
+SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+RELEASED = ("vllm:mstar_released_pages", "KV cache pages released by retention.")
+GAUGES = (
+    ("vllm:mstar_bounded_requests", "Requests that have released a page."),
+    ("vllm:mstar_bounded_pages", "Pages those requests hold."),
+    ("vllm:mstar_pages_per_bounded_request", "Pages such a request holds on average."),
+    ("vllm:mstar_saved_bytes", "Bytes those requests would hold besides."),
+)
 _SUFFIX = ".counts"
 _BYTES = "bytes-per-page-"
 _registered: list[Any] = []
@@ -30,7 +36,7 @@ _registered: list[Any] = []
 
 @dataclass(slots=True)
 class Counts:
-    """What one group counts.
+    """What one group of layers counts.
 
     released_pages: since the start. The others are as of the last step: requests with at least one
     page released, the pages these hold, and the pages they would hold besides.
@@ -41,21 +47,66 @@ class Counts:
     bounded_pages: int = 0
     saved_pages: int = 0
 
+    def gauges(self, bytes_per_page: int) -> tuple[float, ...]:
+        """Values in the order of `GAUGES`."""
+        return (
+            self.bounded_requests,
+            self.bounded_pages,
+            self.bounded_pages / max(1, self.bounded_requests),
+            self.saved_pages * bytes_per_page,
+        )
 
-class CountsFile:
-    """Where one KV cache group's counts are left for the front end; nowhere without a folder."""
 
-    def __init__(self, group: int) -> None:
-        folder = os.environ.get(FOLDER_VARIABLE)
-        self._values: Any = None
-        if folder and Path(folder).is_dir():
-            path = Path(folder) / f"{os.getpid()}-{group}{_SUFFIX}"
-            self._values = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(_FIELDS),))
+class CountsWriter(Protocol):
+    """Where a group's counts go."""
 
     def write(self, counts: Counts) -> None:
         """Leave the counts of this step."""
-        if self._values is not None:
-            self._values[:] = [getattr(counts, field) for field in _FIELDS]
+
+
+class MappedCounts:
+    """A mapped file in the folder that the API server reads."""
+
+    def __init__(self, folder: Path, group: int) -> None:
+        path = folder / f"{os.getpid()}-{group}{_SUFFIX}"
+        size = len(astuple(Counts()))
+        self._values = np.memmap(path, dtype=np.int64, mode="w+", shape=(size,))
+
+    def write(self, counts: Counts) -> None:
+        self._values[:] = astuple(counts)
+
+
+class SharedCounts:
+    """Values that prometheus_client shares between processes."""
+
+    def __init__(self, folder: Path, group: int) -> None:
+        released, gauges = _shared_metrics()
+        self._released = released.labels(group=group)
+        self._gauges = [gauge.labels(group=group) for gauge in gauges]
+        self._folder, self._group, self._seen = folder, str(group), 0
+
+    def write(self, counts: Counts) -> None:
+        self._released.inc(counts.released_pages - self._seen)
+        self._seen = counts.released_pages
+        values = counts.gauges(_bytes_per_page(self._folder, self._group))
+        for gauge, value in zip(self._gauges, values, strict=True):
+            gauge.set(value)
+
+
+class NoCounts:
+    """Without an API server nobody reads."""
+
+    def write(self, counts: Counts) -> None:
+        """Leave nothing."""
+
+
+def counts_writer(group: int) -> CountsWriter:
+    """Where this process leaves the counts of KV cache group `group`."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not Path(folder).is_dir():
+        return NoCounts()
+    writer = SharedCounts if SHARED_VARIABLE in os.environ else MappedCounts
+    return writer(Path(folder), group)
 
 
 def leave_bytes_per_page(group: int, size: int) -> None:
@@ -65,18 +116,15 @@ def leave_bytes_per_page(group: int, size: int) -> None:
         (Path(folder) / f"{_BYTES}{group}").write_text(str(size))
 
 
-def read_counts(folder: Path) -> tuple[Counts, int]:
-    """Sum over the schedulers and groups, and the bytes saved at the last step."""
-    total, saved_bytes = Counts(), 0
-    for path in folder.glob(f"*{_SUFFIX}"):
-        values = np.fromfile(path, dtype=np.float64, count=len(_FIELDS))
-        if len(values) < len(_FIELDS):
-            continue
-        for field, value in zip(_FIELDS, values, strict=True):
-            setattr(total, field, getattr(total, field) + int(value))
-        group = path.name.removesuffix(_SUFFIX).split("-")[1]
-        saved_bytes += int(values[-1]) * _bytes_per_page(folder, group)
-    return total, saved_bytes
+def read_counts(folder: Path) -> dict[str, Counts]:
+    """The counts of each group, summed over the schedulers that share the folder."""
+    groups: dict[str, Counts] = {}
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        values = np.fromfile(path, dtype=np.int64)
+        known = astuple(groups.get(group := path.stem.split("-")[1], Counts()))
+        if len(values) == len(known):
+            groups[group] = Counts(*(int(a + b) for a, b in zip(known, values, strict=True)))
+    return groups
 
 
 def _bytes_per_page(folder: Path, group: str) -> int:
@@ -94,37 +142,34 @@ class BoundedRequestsCollector:
         """The metric families of this moment."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        counts, saved_bytes = read_counts(self._folder)
-        released = CounterMetricFamily(
-            "vllm:mstar_released_pages", "KV cache pages released by retention."
-        )
-        released.add_metric([], counts.released_pages)
+        released = CounterMetricFamily(*RELEASED, labels=["group"])
+        gauges = [GaugeMetricFamily(*gauge, labels=["group"]) for gauge in GAUGES]
+        for group, counts in read_counts(self._folder).items():
+            released.add_metric([group], counts.released_pages)
+            values = counts.gauges(_bytes_per_page(self._folder, group))
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric([group], value)
         yield released
-        gauges = {
-            "bounded_requests": ("Requests that have released a page.", counts.bounded_requests),
-            "bounded_pages": ("Pages those requests hold.", counts.bounded_pages),
-            "pages_per_bounded_request": (
-                "Pages such a request holds on average.",
-                counts.bounded_pages / max(1, counts.bounded_requests),
-            ),
-            "saved_bytes": ("Bytes those requests would hold besides.", saved_bytes),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:mstar_{name}", text)
-            gauge.add_metric([], value)
-            yield gauge
+        yield from gauges
+
+
+@cache
+def _shared_metrics() -> tuple[Any, list[Any]]:
+    from prometheus_client import Counter, Gauge
+
+    gauges = [Gauge(*gauge, ["group"], multiprocess_mode="livesum") for gauge in GAUGES]
+    return Counter(*RELEASED, ["group"]), gauges
 
 
 def export_metrics() -> None:
-    """Make the folder and show the metrics beside vLLM's own; a second call changes nothing."""
-    if _registered:
+    """Make the folder and show its counts at `/metrics`; a second call changes nothing."""
+    folder = _shared_folder()
+    if _registered or SHARED_VARIABLE in os.environ:
         return
     from prometheus_client import REGISTRY
 
-    collector = BoundedRequestsCollector(_shared_folder())
-    _registered.append(collector)
-    REGISTRY.register(collector)
-    compat.extend_prometheus_registry(collector)
+    _registered.append(BoundedRequestsCollector(folder))
+    REGISTRY.register(_registered[0])
 
 
 def _shared_folder() -> Path:
