@@ -14,7 +14,7 @@ from mstar_plugin.kv.retention import max_resident_pages
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_NOT_OURS = tuple(
+NOT_OURS = tuple(
     field.name
     for field in fields(FullAttentionSpec)
     if field.name not in {known.name for known in fields(AttentionSpec)}
@@ -82,17 +82,18 @@ def converted(
     spec: AttentionSpec, policy: RetentionPolicy | None, in_flight_tokens: int
 ) -> AttentionSpec:
     """`spec` as a `RetentionSpec` where it is plain full attention, else `spec` itself."""
-    if type(spec) is not FullAttentionSpec or _is_special(spec):
+    if type(spec) is not FullAttentionSpec or is_special(spec):
         return spec
     return replace_as(
         spec,
         RetentionSpec,
-        drop=_NOT_OURS,
+        drop=NOT_OURS,
         context_budget=policy.context_budget if policy else None,
         protected_prefix=policy.protected_prefix if policy else 0,
         in_flight_tokens=in_flight_tokens,
     )
 
 
-def _is_special(spec: FullAttentionSpec) -> bool:
+def is_special(spec: FullAttentionSpec) -> bool:
+    """Whether a layer of this spec sees less or more than everything before it."""
     return bool(spec.sliding_window or spec.attention_chunk_size or spec.non_causal)

@@ -21,16 +21,18 @@ class Settings:
     """What `--additional-config '{"mstar": {...}}'` says.
 
     `retention` is the server's policy, None where nothing is bounded. `kernels` names the parent
-    kernels on CUDA, None for the default.
+    kernels on CUDA, None for the default. `ring` is the ring table as given, which can be checked
+    only beside a model.
     """
 
     retention: RetentionPolicy | None = None
     kernels: str | None = None
+    ring: Any = None
 
     @classmethod
     def from_mapping(cls, values: Any) -> Settings:
         """Check and convert the `mstar` table; every unknown key or wrong value is a ValueError."""
-        table = _table(values, _WHERE, ("retention", "kernels"))
+        table = _table(values, _WHERE, ("retention", "kernels", "ring"))
         retention = table.get("retention")
         kernels = table.get("kernels")
         if kernels is not None and kernels not in KERNELS:
@@ -40,6 +42,7 @@ class Settings:
         return cls(
             retention=None if retention is None else _policy(retention),
             kernels=kernels,
+            ring=table.get("ring"),
         )
 
 

@@ -63,17 +63,23 @@ def limits_of(policy: RetentionPolicy | None, page_tokens: int) -> tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class SplitRows:
+class Rows:
     """Rows after the split, all `[V]` int64.
 
-    request: index of the request in the batch. released: pages the row does not see.
-    query_lens: tokens of the row. seq_lens: resident tokens up to the row's end.
+    request: index of the request in the batch. query_lens: tokens of the row. seq_lens: visible
+    tokens up to the row's end.
     """
 
     request: IntArray
-    released: IntArray
     query_lens: IntArray
     seq_lens: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows(Rows):
+    """Rows that see the same pages. released: `[V]` int64, pages the row does not see."""
+
+    released: IntArray
 
 
 def split_rows(query_lens: IntArray, seq_lens: IntArray, limits: RowLimits) -> SplitRows:
@@ -137,12 +143,13 @@ def transform(
     query_lens = np.diff(batch.query_start_loc.numpy()).astype(np.int64)
     rows = split_rows(query_lens, seq_lens, limits)
     tables = compact_tables(batch.block_table_tensor.numpy(), rows, limits, block_tokens)
-    return _with_rows(batch, rows, tables)
+    return with_rows(batch, rows, tables)
 
 
-def _with_rows(
-    batch: CommonAttentionMetadata, rows: SplitRows, tables: npt.NDArray[np.int32]
+def with_rows(
+    batch: CommonAttentionMetadata, rows: Rows, tables: npt.NDArray[np.int32]
 ) -> CommonAttentionMetadata:
+    """The batch made of `rows`, whose pages are in `tables`, `[V, W']`."""
     query_start = np.zeros(len(rows.request) + 1, dtype=np.int32)
     np.cumsum(rows.query_lens, out=query_start[1:])
     query_start_loc = torch.from_numpy(query_start)
