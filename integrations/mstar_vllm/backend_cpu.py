@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from mstar_vllm import rows, session
 from mstar_vllm.retention import BatchLimits, RetentionBackend
+from mstar_vllm.ring_visibility import ring_transform, ring_view
 from mstar_vllm.visibility import transform
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._limits = BatchLimits(kv_cache_spec)
+        self._ring = ring_view(kv_cache_spec)
 
     def build(
         self,
@@ -63,8 +65,11 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        limits = self._limits.current(common_attn_metadata.num_reqs)
-        visible = transform(common_attn_metadata, limits, self.block_size)
+        if self._ring is not None:
+            visible = ring_transform(common_attn_metadata, self._ring, self.block_size)
+        else:
+            limits = self._limits.current(common_attn_metadata.num_reqs)
+            visible = transform(common_attn_metadata, limits, self.block_size)
         return super().build(common_prefix_len, visible, fast_build)
 
 

@@ -13,32 +13,39 @@ from typing import TYPE_CHECKING
 from mstar_plugin.adapters import Adapter, find_adapter
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import LayerKind, ModelKV
+from mstar_vllm.ring_plan import RingPlan, ring_plan
 from mstar_vllm.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 GENERIC = "generic"
+RINGS = "ring caches"
 _TEXT_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
     """adapter: name of the model's adapter. model: what it declares, None without an adapter.
-    retention: the server's policy. obstacle: why no request can be bounded, None where it can."""
+    retention: the server's policy. obstacle: why no request can be bounded, None where it can.
+    ring: the rings that its layers keep, None for none."""
 
     settings: Settings
     adapter: str
     model: ModelKV | None
     retention: RetentionPolicy | None
     obstacle: str | None
+    ring: RingPlan | None = None
 
 
 def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     """The plan that `vllm_config` asks for; ValueError where it cannot be honoured."""
     settings = settings_of(vllm_config)
     name, model = declared_model(vllm_config)
-    obstacle = retention_obstacle(vllm_config, model)
+    ring = ring_plan(vllm_config, settings, model)
+    if ring is not None:
+        _check_ring_features(vllm_config)
+    obstacle = retention_obstacle(vllm_config, model) if ring is None else RINGS
     if settings.retention is not None and obstacle is not None:
         raise ValueError(
             f"mstar cannot bound requests with {obstacle}; leave out "
@@ -48,7 +55,12 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     if retention is None and obstacle is None and model is not None:
         retention = model.retention
     return ServingPlan(
-        settings=settings, adapter=name, model=model, retention=retention, obstacle=obstacle
+        settings=settings,
+        adapter=name,
+        model=model,
+        retention=retention,
+        obstacle=obstacle,
+        ring=ring,
     )
 
 
@@ -63,12 +75,24 @@ def declared_model(vllm_config: VllmConfig) -> tuple[str, ModelKV | None]:
 
 def retention_obstacle(vllm_config: VllmConfig, model: ModelKV | None) -> str | None:
     """The first feature of this server that rules out bounded requests, or None."""
-    for feature, is_present in _OBSTACLES:
-        if is_present(vllm_config):
-            return feature
+    feature = _obstructing_feature(vllm_config)
+    if feature is not None:
+        return feature
     if model is not None:
         return model.retention_refusal or _table_obstacle(vllm_config, model)
     return _generic_obstacle(vllm_config)
+
+
+def _obstructing_feature(vllm_config: VllmConfig) -> str | None:
+    return next((feature for feature, present in _OBSTACLES if present(vllm_config)), None)
+
+
+def _check_ring_features(vllm_config: VllmConfig) -> None:
+    feature = _obstructing_feature(vllm_config)
+    if feature is not None:
+        raise ValueError(
+            f"mstar cannot keep ring caches with {feature}; leave out the ring or that feature"
+        )
 
 
 def in_flight_tokens(vllm_config: VllmConfig) -> int:

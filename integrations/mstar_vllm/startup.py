@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mstar_vllm import compat
+from mstar_vllm.ring_plan import adopt_frame_as_block
 from mstar_vllm.serving import serving_plan
 
 if TYPE_CHECKING:
@@ -14,12 +15,14 @@ BLOCK_MULTIPLE = 16
 
 
 def check_configuration(vllm_config: VllmConfig) -> None:
-    """Refuse by name what cannot be served; called again for copies, so it changes nothing."""
+    """Refuse by name what cannot be served; called again for copies, where it changes nothing."""
     compat.check_engine_version(compat.engine_version())
     if vllm_config.model_config is None:
         return
     _check_block_size(vllm_config)
-    serving_plan(vllm_config)
+    plan = serving_plan(vllm_config)
+    if plan.ring is not None:
+        adopt_frame_as_block(vllm_config, plan.ring)
     from mstar_vllm.front_end import hook_front_end
 
     hook_front_end()

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mstar_vllm import compat, session
 from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_count
 from mstar_vllm.metrics import leave_bytes_per_page
-from mstar_vllm.plugin import is_selected
+from mstar_vllm.plugin import BACKEND_NAME, is_selected
 from mstar_vllm.report import report_lines, warnings
+from mstar_vllm.ring_specs import ring_specs
 from mstar_vllm.serving import drafts_with_a_model
 
 
 def hook_worker_start(runner_class: type) -> None:
-    """Run `check_and_report` before `runner_class` allocates its KV cache."""
+    """Give layers their rings, and run `check_and_report` before `runner_class` allocates its KV
+    cache.
+    """
+    compat.wrap_method(runner_class, "get_kv_cache_spec", _get_kv_cache_spec)
     compat.wrap_method(runner_class, "initialize_kv_cache", _initialize_kv_cache)
+
+
+def _get_kv_cache_spec(original: Callable[..., Any], runner: Any) -> Any:
+    """`customize_spec` is not told which layer it is asked about, but geometry is per layer."""
+    specs = original(runner)
+    if not is_selected(runner.vllm_config):
+        return specs
+    ring = session.activate(runner.vllm_config).plan.ring
+    if ring is None:
+        return specs
+    _check_backends(runner.vllm_config, specs)
+    return ring_specs(ring, specs)
+
+
+def _check_backends(vllm_config: Any, layer_names: Iterable[str]) -> None:
+    """Another backend would read a ring as if it were the whole sequence."""
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in layer_names:
+        backend = layers[name].get_attn_backend().get_name()
+        if backend != BACKEND_NAME:
+            raise ValueError(
+                f"mstar must serve every layer of a server with ring caches, got {backend} for "
+                f"{name}; choose mstar for all kinds of layers"
+            )
 
 
 def _initialize_kv_cache(
