@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 BACKEND_NAME = "MSTAR"
 _BACKEND_PATH = "mstar_vllm.backend.MStarBackend"
 _HOOKED = "_mstar_hooks"
+FRAME_DECODER = "FrameDecoderForCausalLM"
 
 
 def install() -> None:
     """Register the name and the hooks; a second call changes nothing."""
     _register_name()
     _register_reducer()
+    _register_models()
     _hook_platform()
 
 
@@ -51,6 +53,14 @@ def _register_name() -> None:
             f"the attention backend name {BACKEND_NAME} is taken by {member.get_path()}; "
             "uninstall one of the two plugins"
         )
+
+
+def _register_models() -> None:
+    """Make the models of this plugin known to vLLM, which imports them when they are served."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if FRAME_DECODER not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(FRAME_DECODER, f"mstar_vllm.frame_decoder:{FRAME_DECODER}")
 
 
 def _register_reducer() -> None:
@@ -106,11 +116,24 @@ def _check_and_update_config(original: Callable[..., None], vllm_config: VllmCon
         from mstar_vllm.startup import check_configuration
 
         check_configuration(vllm_config)
-    elif _has_settings(vllm_config):
+        return
+    if vllm_config.model_config is not None:
+        _refuse_rings(vllm_config.model_config)
+    if _has_settings(vllm_config):
         from vllm.logger import init_logger
 
         init_logger("vllm.mstar").warning(
             "additional_config['mstar'] has no effect without --attention-backend mstar"
+        )
+
+
+def _refuse_rings(model_config: Any) -> None:
+    """Without its rings a model that was made for them would answer as if nothing were amiss."""
+    if getattr(model_config.hf_config, "mstar", None) is not None:
+        raise ValueError(
+            "config.json's 'mstar' asks for ring caches, which only --attention-backend mstar "
+            f"keeps, got {model_config.model}; select it, or serve without rings by "
+            "--hf-overrides '{\"mstar\": null}'"
         )
 
 
