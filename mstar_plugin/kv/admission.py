@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from mstar_plugin.kv.flight import Flight
 from mstar_plugin.kv.forks import fork_needs
+from mstar_plugin.kv.reservation import AdmissionPolicy
 from mstar_plugin.kv.sharing import drop_lease
 from mstar_plugin.kv.state import KVState
 from mstar_plugin.kv.streams import (
@@ -31,11 +34,12 @@ _BLOCKING = IN_FLIGHT | STAGED | OFFLOADING | OFFLOADED
 
 def reserve(state: KVState, flight: Flight) -> AdmitFailedReason | None:
     """Give every stream of the flight the pages it needs; on a refusal nothing has changed."""
-    blocked = _blocked(state, flight)
+    blocked = _blocked(state, flight) or _not_its_turn(state, flight)
     if blocked is None:
         _take_leases(state, flight)
         rows, needs = _page_needs(state, flight)
         short = state.pages_short(int(np.maximum(needs, 0).sum()))
+        short = short or _unsafe_growth(state, rows, needs)
         if not short:
             _hand_out(state, flight, rows, needs)
             _copy_partial_pages(state, flight)
@@ -110,6 +114,41 @@ def _blocked(state: KVState, flight: Flight) -> AdmitFailedReason | None:
     return AdmitRuntimeError(
         f"{stream} has a step in flight already: commit it or roll it back before the next"
     )
+
+
+def _not_its_turn(state: KVState, flight: Flight) -> AdmitFailedReason | None:
+    gate = state.gate
+    if gate is None:
+        return None
+    for (request_id, label), row in zip(flight.names, flight.rows.tolist(), strict=True):
+        if row == NULL_ROW:
+            continue
+        if gate.pages_too_many(request_id):
+            return AdmitRuntimeError(
+                f"request {request_id!r} may come to hold {gate.pages_too_many(request_id)} pages "
+                f"more than the {gate.capacity} there are: shorten it or lower its loop caps"
+            )
+        if not gate.enter(request_id):
+            return AllocationFailed(gate.pages_short(request_id), label, request_id)
+    return None
+
+
+def _unsafe_growth(state: KVState, rows: IntArray, needs: IntArray) -> int:
+    """Pages by which the step would bring requests into each other's way, 0 when it does not."""
+    gate = state.gate
+    if gate is None or gate.policy is AdmissionPolicy.SUM or needs.max(initial=0) <= 0:
+        return 0
+    more: Counter[str] = Counter()
+    for row, count in zip(rows.tolist(), needs.tolist(), strict=True):
+        if count > 0:
+            more[state.table[row].request_id] += count
+    others = sum(
+        int(state.table.num_pages[stream.row])
+        for stream in state.table
+        if not gate.is_running(stream.request_id)
+    )
+    others += sum(count for name, count in more.items() if not gate.is_running(name))
+    return 0 if gate.may_grow(more, others) else sum(more.values())
 
 
 def _take_leases(state: KVState, flight: Flight) -> None:

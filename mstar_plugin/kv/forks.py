@@ -54,7 +54,6 @@ def _copy(source: Stream, target: Stream, state: KVState) -> None:
     table = state.table
     pages = _writable(target.row, state)
     num_copied = -(-int(table.stored[source.row]) // state.config.page_size)
-    state.drain(target)
     drop_lease(state, target)
     drop_chain(state, target)
     sealed = set(table.page_list(target.row)) - set(pages)
@@ -65,6 +64,7 @@ def _copy(source: Stream, target: Stream, state: KVState) -> None:
         counter[target.row] = counter[source.row]
     table.generation[target.row] += 1
     target.reset_generation += 1
+    target.adopted = None
     table.unmark([target.row], RETAINED)
     table.mark([target.row], int(table.flags[source.row]) & RETAINED)
 

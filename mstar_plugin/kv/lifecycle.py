@@ -65,11 +65,10 @@ def finish_ahead(state: KVState, staged: Flight) -> None:
 
 
 def require_at_rest(state: KVState, stream: Stream) -> None:
-    """`RuntimeError` while the stream is in a step, away from the device or being read."""
-    if state.table.flags[stream.row] & (IN_FLIGHT | STAGED | _MOVING) or stream.readers:
+    """`RuntimeError` while the stream is in a step or away from the device."""
+    if state.table.flags[stream.row] & (IN_FLIGHT | STAGED | _MOVING):
         raise RuntimeError(
-            f"{stream} must be at rest on the device to release tokens: it is in a step, "
-            "offloaded or being read by another worker"
+            f"{stream} must be at rest on the device to release tokens, it is in a step or away"
         )
 
 
@@ -122,6 +121,7 @@ def reset(state: KVState, stream: Stream, free: bool) -> None:
         counter[stream.row] = 0
     table.generation[stream.row] += 1
     stream.reset_generation += 1
+    stream.adopted = None
     table.unmark([stream.row], RETAINED)
     start_chain(state, stream)
 
@@ -135,7 +135,6 @@ def remove(state: KVState, stream: Stream) -> None:
 
 
 def _detach(state: KVState, stream: Stream) -> None:
-    state.drain(stream)
     drop_lease(state, stream)
     state.table.unmark([stream.row], _MOVING)
     state.release_host_pages(stream)

@@ -9,20 +9,22 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mstar_plugin.kv import lifecycle, offload, sharing
+from mstar_plugin.kv import lifecycle, offload, publish, sharing
 from mstar_plugin.kv.cache import KVCache
-from mstar_plugin.kv.config import KVReqConfig, KVSpec, PagedKVConfig
+from mstar_plugin.kv.config import KVReqConfig, KVSpec, KVStep, PagedKVConfig
 from mstar_plugin.kv.forward import ForwardCursor
 from mstar_plugin.kv.offload import HostPool
 from mstar_plugin.kv.pages import PagePool
 from mstar_plugin.kv.plan import KVPlanOutputs
 from mstar_plugin.kv.prefix import PrefixIndex, cache_root
+from mstar_plugin.kv.publish import PublishedKV
 from mstar_plugin.kv.request import DEFAULT_LABEL
+from mstar_plugin.kv.reservation import AdmissionPolicy, reservation_of
 from mstar_plugin.kv.state import KVState
 from mstar_plugin.kv.steps import StepLane
 from mstar_plugin.kv.streams import NULL_ROW, OFFLOADED, Stream
 from mstar_plugin.spec import NodeResourceSpec, Resource, ResourceReqConfig
-from mstar_plugin.step import AdmitOutcome, ResourceStep, StepContext
+from mstar_plugin.step import ADMIT_OK, AdmitOutcome, ResourceStep, StepContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,7 +55,10 @@ class KVManager(Resource):
         dtype: torch.dtype = torch.float32,
         world_size: int = 1,
         model_identity: str = "",
+        admission: AdmissionPolicy | str | None = None,
+        padding_pages: int = 0,
     ) -> None:
+        """`admission` reserves for whole requests by their layouts, of all but `padding_pages`."""
         config.shard(world_size)
         device = torch.device(device)
         cache = KVCache(config, device, dtype)
@@ -69,7 +74,10 @@ class KVManager(Resource):
             index=PrefixIndex(pool) if shares else None,
             root=_root(config, dtype, world_size, model_identity),
             host=HostPool(cache, config.cpu_offload_pages) if config.cpu_offload_pages else None,
+            gate=None,
         )
+        if admission is not None:
+            self._state.open_gate(AdmissionPolicy(admission), padding_pages)
         self._forward = ForwardCursor(cache)
         self._steps = StepLane(self._state, self._forward)
 
@@ -109,6 +117,9 @@ class KVManager(Resource):
         config = overrides if isinstance(overrides, KVReqConfig) else KVReqConfig()
         config.validate(KVSpec("kv", set(), self.config))
         state.requests[request_id] = config
+        reservation = reservation_of(config, self.config.page_size)
+        if state.gate is not None and reservation is not None:
+            state.gate.enqueue(request_id, reservation)
         self._open(request_id, DEFAULT_LABEL)
 
     @_locked
@@ -119,6 +130,8 @@ class KVManager(Resource):
             lifecycle.remove(state, stream)
         state.table.rows.pop(request_id, None)
         state.requests.pop(request_id, None)
+        if state.gate is not None:
+            state.gate.leave(request_id)
 
     @_locked
     def reset_request(self, request_id: str, free: bool = False) -> None:
@@ -226,6 +239,34 @@ class KVManager(Resource):
         """Forget every cached page, as after new weights; returns the pages that became free."""
         return 0 if self._state.index is None else self._state.index.clear()
 
+    @_locked
+    def publish(
+        self, request_id: str, node: str | None, walk: str | None, step: KVStep | None = None
+    ) -> PublishedKV | None:
+        """What another manager may take over after a step of (`node`, `walk`), None for nothing.
+
+        Streams that `step` sank are left out.
+        """
+        return self._publish(request_id, node, walk, frozenset() if step is None else step.sink)
+
+    @_locked
+    def publish_after_stop(
+        self, request_id: str, node: str | None, walk: str | None
+    ) -> PublishedKV | None:
+        """What is handed on once the request has stopped, None for nothing."""
+        return self._publish(request_id, node, walk, frozenset(), final=True)
+
+    def admit_retrieve(self, request_id: str, published: PublishedKV | None) -> AdmitOutcome:
+        """Take over what another manager published, all labels or none; None has nothing to do.
+
+        `AllocationFailed` and `RequestOffloading` can be retried; another world size, other pages
+        or a publication that is out of date cannot.
+        """
+        if published is None:
+            return ADMIT_OK
+        reason = publish.retrieve(self._state, request_id, published, self.world_size)
+        return ADMIT_OK if reason is None else AdmitOutcome(ok=False, ready=False, reason=reason)
+
     def offload(self, request_id: str) -> int:
         """Move all labels of a request to the host; returns device pages freed, 0 if it cannot."""
         return offload.offload(self._state, request_id)
@@ -302,6 +343,23 @@ class KVManager(Resource):
         sink.
         """
         self._state.assert_conserved()
+
+    def _publish(
+        self,
+        request_id: str,
+        node: str | None,
+        walk: str | None,
+        sunk: frozenset[tuple[str, str]],
+        final: bool = False,
+    ) -> PublishedKV | None:
+        self._require(request_id)
+        available = [
+            label for label in self._state.table.rows[request_id] if (request_id, label) not in sunk
+        ]
+        config = self._state.requests[request_id]
+        labels = config.get_publish_labels(node, walk, available, final=final)
+        wanted = [label for label in labels if label in available]
+        return publish.snapshot(self._state, request_id, wanted, self.world_size)
 
     def _open(self, request_id: str, label: str) -> Stream:
         self._require(request_id)

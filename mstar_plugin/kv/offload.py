@@ -54,7 +54,7 @@ class Claim:
 def offload(state: KVState, request_id: str) -> int:
     """Copy the request's tokens to the host and free its device pages; returns pages freed.
 
-    0 when there is nothing to gain or it cannot be done now: a step in flight, a reader, no room.
+    0 when there is nothing to gain or it cannot be done now: a step in flight, no room.
     """
     with state.lock:
         claims = _claim(state, request_id)
@@ -79,6 +79,8 @@ def reload(state: KVState, request_id: str) -> bool:
         total = sum(len(stream.host_pages or ()) for stream in away)
         if any(state.table.has(stream, OFFLOADING) for stream in streams):
             return False
+        if state.gate is not None and not state.gate.enter(request_id):
+            return False
         if state.pages_short(total):
             return False
         for stream in away:
@@ -96,7 +98,7 @@ def offload_gain(state: KVState, request_id: str) -> int:
 
 def _can_move(state: KVState, streams: list[Stream]) -> bool:
     busy = IN_FLIGHT | STAGED | OFFLOADING | OFFLOADED
-    if state.host is None or any(state.table.has(s, busy) or s.readers for s in streams):
+    if state.host is None or any(state.table.has(s, busy) for s in streams):
         return False
     return state.host.pool.can_acquire(sum(len(_stored_pages(state, s)) for s in streams))
 
@@ -127,6 +129,8 @@ def _finish(state: KVState, claims: list[Claim], moved: bool) -> int:
     state.copying = [claim for claim in state.copying if claim not in claims]
     state.table.unmark([claim.stream.row for claim in held], OFFLOADING)
     if moved and len(held) == len(claims):
+        if state.gate is not None:
+            state.gate.step_aside(claims[0].stream.request_id)
         return sum(_leave_device(state, claim) for claim in claims)
     for claim in claims:
         state.host.pool.release(claim.host_pages)

@@ -12,16 +12,18 @@ from mstar_plugin.kv.flight import Flight
 from mstar_plugin.kv.offload import Claim, HostPool
 from mstar_plugin.kv.pages import PagePool
 from mstar_plugin.kv.prefix import PrefixIndex
+from mstar_plugin.kv.reservation import AdmissionGate, AdmissionPolicy, iterations_left
 from mstar_plugin.kv.streams import Stream, StreamTable
 
 
 @dataclass(slots=True, eq=False)
 class KVState:
-    """`index` is None when pages are not shared, `host` when nothing is offloaded. `lock` guards
-    everything here but the contents of `cache` and `host`.
+    """`index` is None when pages are not shared, `host` when nothing is offloaded, `gate` when
+    whole requests are not reserved for. `lock` guards everything here but the contents of `cache`
+    and `host`.
 
-    `quiet` is notified when the last reader of a published stream is done. `flights` are admitted
-    steps, `staged` the one admitted ahead of time, `copying` the streams on their way to the host.
+    `flights` are admitted steps, `staged` the one admitted ahead of time, `copying` the streams on
+    their way to the host.
     """
 
     config: PagedKVConfig
@@ -30,16 +32,28 @@ class KVState:
     index: PrefixIndex | None
     root: bytes
     host: HostPool | None
+    gate: AdmissionGate | None
     table: StreamTable = field(default_factory=StreamTable)
     requests: dict[str, KVReqConfig] = field(default_factory=dict)
     flights: list[Flight] = field(default_factory=list)
     staged: Flight | None = None
     copying: list[Claim] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    quiet: threading.Condition = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.quiet = threading.Condition(self.lock)
+    def open_gate(self, policy: AdmissionPolicy, padding_pages: int) -> None:
+        """Reserve for whole requests from now on, of all pages but the sink and the padding's."""
+        capacity = self.pool.num_usable - padding_pages
+        self.gate = AdmissionGate(capacity, policy, self._pages_of, self._iterations_left)
+
+    def _pages_of(self, request_id: str) -> int:
+        return sum(int(self.table.num_pages[s.row]) for s in self.table.of_request(request_id))
+
+    def _iterations_left(self, request_id: str) -> int:
+        counts = {
+            stream.label: int(self.table.stored[stream.row] + self.table.released[stream.row])
+            for stream in self.table.of_request(request_id)
+        }
+        return iterations_left(self.requests[request_id], counts)
 
     def pages_short(self, num_pages: int) -> int:
         """Free `num_pages` pages, evicting indexed ones if needed; returns how many are missing.
@@ -68,11 +82,6 @@ class KVState:
         if stream.host_pages is not None and self.host is not None:
             self.host.pool.release(stream.host_pages)
             stream.host_pages = None
-
-    def drain(self, stream: Stream) -> None:
-        """Wait until nobody reads the stream's published pages."""
-        while stream.readers:
-            self.quiet.wait()
 
     def references(self) -> list[int]:
         """Every page reference held outside the pool, one entry each."""

@@ -45,7 +45,11 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What a stream has beside its row: identity, names of its pages, copies on the host."""
+    """What a stream has beside its row: identity, names of its pages, copies on the host.
+
+    `adopted`: of a stream taken over from another manager, the reset generation there and the
+    tokens that had been committed.
+    """
 
     row: int
     request_id: str
@@ -54,8 +58,7 @@ class Stream:
     lease: Lease | None = None
     host_pages: list[int] | None = None
     reset_generation: int = 0
-    readers: int = 0
-    remote_generation: int | None = None
+    adopted: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"label {self.label!r} of request {self.request_id!r}"

@@ -24,7 +24,11 @@ class Driver:
     """
 
     def __init__(self, **overrides: Any) -> None:
-        world_size = overrides.pop("world_size", 1)
+        engine = {
+            key: overrides.pop(key)
+            for key in ("world_size", "admission", "padding_pages")
+            if key in overrides
+        }
         shape: dict[str, Any] = {
             "num_layers": NUM_LAYERS,
             "num_kv_heads": 1,
@@ -33,7 +37,7 @@ class Driver:
             "max_num_pages": 64,
             "page_size": 4,
         }
-        self.manager = KVManager(PagedKVConfig(**{**shape, **overrides}), world_size=world_size)
+        self.manager = KVManager(PagedKVConfig(**{**shape, **overrides}), **engine)
         self.tokens: dict[Name, list[int]] = {}
         self.scripts: dict[Name, list[int]] = {}
         self.latent = self.manager.config.layout is KVLayout.MLA
