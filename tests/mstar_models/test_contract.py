@@ -38,6 +38,16 @@ PRUNED_NEMOTRON = {
     ],
 }
 WAYPOINT = {"architectures": ["WaypointWorldModel"], "tokens_per_frame": 128}
+FRAME_DECODER = {
+    "architectures": ["FrameDecoderForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "mstar": {"ring": {"tokens_per_frame": 16, "layers": {"ring_buckets": 4}}},
+}
 COSMOS3 = {
     "architectures": ["Cosmos3ForConditionalGeneration"],
     "text_config": {
@@ -49,7 +59,7 @@ COSMOS3 = {
         "rope_parameters": {"rope_theta": 5e6, "mrope_section": [24, 20, 20]},
     },
 }
-CONFIGS.extend([PRUNED_NEMOTRON, WAYPOINT, COSMOS3])
+CONFIGS.extend([PRUNED_NEMOTRON, WAYPOINT, FRAME_DECODER, COSMOS3])
 
 
 def configs_of(entry: RegisteredAdapter) -> list[dict[str, Any]]:
