@@ -52,7 +52,7 @@ BOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 64, "num_key_value_heads": 1}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.75}),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
-    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.25, "num_key_value_heads": 4}),
     "falcon": ("FalconConfig", {"num_attention_heads": 4, "num_kv_heads": 1}),
     "stablelm": ("StableLmConfig", {"num_key_value_heads": 4}),
     "olmo2": ("Olmo2Config", {"rope_theta": 5e5}),
@@ -65,8 +65,8 @@ BOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronConfig", {"partial_rotary_factor": 0.5}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": ("GPT2Config", {}, "learned positions"),
-    "bloom": ("BloomConfig", {"n_head": 4}, "ALiBi"),
+    "gpt2": ("GPT2Config", {"num_key_value_heads": 4}, "learned positions"),
+    "bloom": ("BloomConfig", {"n_head": 4, "num_key_value_heads": 4}, "ALiBi"),
     "falcon-alibi": ("FalconConfig", {"alibi": True, "multi_query": False}, "ALiBi"),
 }
 FAMILIES = [*BOUNDED, *REFUSED]
