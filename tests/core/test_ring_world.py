@@ -1,5 +1,6 @@
 """The example world model over ring caches, compared with the same model over everything it saw."""
 
+import math
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -12,12 +13,15 @@ from torch import Tensor
 from mstar_plugin.attention.ring_reference import ring_attention_reference
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from ball_scene import random_scenes
 from frame_world import (
     FrameWorld,
     FrameWorldConfig,
     WorldEngine,
     to_pixels,
+    to_tokens,
 )
+from world_rollout import WEIGHTS, trained_model
 
 SMALL = FrameWorldConfig(grid=2, patch=1, head_dim=8, denoise_passes=1)
 
@@ -140,6 +144,27 @@ def test_a_world_beyond_the_sessions_is_refused_and_the_others_go_on() -> None:
         engine.advance({"world": action(1), "second": action(0)})
     got = engine.advance({"world": action(1)})["world"]
     assert torch.equal(got, undisturbed.advance({"world": action(1)})["world"])
+
+
+def test_the_trained_world_follows_the_player_past_the_wrap() -> None:
+    config = FrameWorldConfig()
+    engine = WorldEngine(trained_model(WEIGHTS), num_sessions=1)
+    engine.spawn("world", seed=0)
+    scene = random_scenes(1, torch.Generator().manual_seed(5))
+    engine.prime({"world": to_tokens(scene.pictures(32), config)[0]})
+    for frame in range(1, 24):
+        push = torch.tensor([math.cos(frame / 6), math.sin(frame / 6)])
+        scene = scene.moved(push[None])
+        got = engine.advance({"world": push})["world"]
+    expected = to_tokens(scene.pictures(32), config)[0]
+    assert (got - expected).abs().mean() < 0.05
+
+
+def test_pictures_and_tokens_are_inverse() -> None:
+    config = FrameWorldConfig()
+    pictures = random_scenes(2, torch.Generator().manual_seed(0)).pictures(32)
+    frame = to_tokens(pictures, config)[1]
+    assert torch.equal(to_pixels(frame, config), ((pictures[1] + 1) * 127.5).byte())
 
 
 def test_a_frame_becomes_a_picture_patch_by_patch() -> None:
