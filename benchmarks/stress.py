@@ -80,11 +80,13 @@ def random_kind(dice: random.Random, longest: int) -> Kind:
     return Kind(prompt, policy, dice.choice([8, 40, 120, longest]))
 
 
-def client(url: str, model: str, seed: int, deadline: float, longest: int, seen: Outcome) -> None:
+def client(
+    url: str, model: str, seed: int, deadline: float, kinds: list[Kind], seen: Outcome
+) -> None:
     dice = random.Random(seed)
     with httpx.Client(timeout=600) as http:
         while time.monotonic() < deadline:
-            kind = random_kind(dice, longest)
+            kind = dice.choice(kinds)
             try:
                 if dice.random() < 0.15:
                     hang_up(http, url, kind.body(model), dice.randint(1, 20))
@@ -122,14 +124,17 @@ def settle(url: str, limit: float = 120.0) -> float:
     return usage(url)
 
 
-def run(url: str, seconds: float, clients: int, longest: int) -> tuple[Counter[str], list[str]]:
+def run(
+    url: str, seconds: float, clients: int, longest: int, num_kinds: int
+) -> tuple[Counter[str], list[str]]:
     """Load the server; returns what the clients counted, and what was wrong."""
+    dice = random.Random(num_kinds)
+    kinds = [random_kind(dice, longest) for _ in range(num_kinds)]
     model = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
     seen, deadline = Outcome(), time.monotonic() + seconds
     with ThreadPoolExecutor(clients) as pool:
         futures = [
-            pool.submit(client, url, model, seed, deadline, longest, seen)
-            for seed in range(clients)
+            pool.submit(client, url, model, seed, deadline, kinds, seen) for seed in range(clients)
         ]
         for future in futures:
             future.result()
@@ -151,8 +156,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest answers")
+    parser.add_argument("--kinds", type=int, default=60, help="different requests")
     options = parser.parse_args()
-    counts, wrong = run(options.url, options.seconds, options.clients, options.longest)
+    counts, wrong = run(
+        options.url, options.seconds, options.clients, options.longest, options.kinds
+    )
     print(", ".join(f"{what} {n}" for what, n in sorted(counts.items())))
     for line in wrong:
         print(f"wrong: {line}")

@@ -67,6 +67,6 @@ def test_answers_under_load_are_those_of_a_solo_run(server: Any) -> None:
 
     sys.modules["stress"] = stress
     spec.loader.exec_module(stress)
-    counts, wrong = stress.run(server.url, seconds=30, clients=24, longest=300)
+    counts, wrong = stress.run(server.url, seconds=20, clients=24, longest=200, num_kinds=16)
     assert wrong == []
     assert counts["finished"] > 10
