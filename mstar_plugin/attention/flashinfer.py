@@ -84,15 +84,16 @@ class FlashInferPlanner:
         indptrs = indptrs_of(plan)
         queries = np.diff(indptrs.qo_indptr.numpy())
         is_decode = bool((queries == 1).all())
-        self._check_graph(indptrs, len(queries), is_decode)
         kv_lens = row_kv_lens(indptrs, self._params.page_size)
+        blind = _blind_queries(queries, kv_lens.numpy(), self._params.causal)
+        self._check_graph(indptrs, len(queries), is_decode and blind is None)
         if self._params.is_latent:
             self._plan_latent(indptrs, kv_lens)
         elif is_decode:
             self._plan_decode(indptrs, kv_lens)
         else:
             self._plan_prefill(indptrs, kv_lens, int(queries.max(initial=0)))
-        self._sees_nothing = _blind_queries(queries, kv_lens.numpy(), self._params.causal)
+        self._sees_nothing = blind
 
     def run(self, query: Tensor, kv_cache: Tensor) -> AttentionResult:
         """query `[T, Hq, D]`, kv_cache one layer of the pool; both of the planned dtype."""
@@ -171,8 +172,8 @@ class FlashInferPlanner:
         num_pages = len(indptrs.paged_kv_indices)
         if not is_decode or num_rows != self._graph.num_rows or num_pages > self._graph.max_pages:
             raise ValueError(
-                f"a captured decode takes exactly {self._graph.num_rows} rows of one query and "
-                f"at most {self._graph.max_pages} pages, got {num_rows} rows, "
+                f"a captured decode takes exactly {self._graph.num_rows} rows of one query with "
+                f"a key to see and at most {self._graph.max_pages} pages, got {num_rows} rows, "
                 f"{int(indptrs.qo_indptr[-1])} queries and {num_pages} pages"
             )
 

@@ -218,6 +218,7 @@ def test_running_needs_a_plan() -> None:
     [
         (DECODE, "got 5 rows, 5 queries and 44 pages"),
         ([(1, 3), (2, 9), (1, 4)], "got 3 rows, 4 queries and 3 pages"),
+        ([(1, 3), (1, 0), (1, 4)], "a key to see .* got 3 rows, 3 queries and 2 pages"),
         ([(1, 3)] * 2 + [(1, 700)], "got 3 rows, 3 queries and 46 pages"),
     ],
 )

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from mstar_plugin.attention import AttentionPath
+
 LOADED = """
 import json, sys
 import {module}
@@ -28,11 +30,10 @@ def test_declarations_load_neither_torch_nor_a_manager(module: str) -> None:
     assert not {name for name in loaded if name.startswith("mstar_plugin") and "manager" in name}
 
 
-def test_the_plan_loads_neither_a_manager_nor_a_kernel() -> None:
-    loaded = modules_after_importing("mstar_plugin.kv.plan")
-    assert "torch" in loaded
+def test_plan_and_attention_load_neither_a_manager_nor_a_kernel() -> None:
+    loaded = modules_after_importing("mstar_plugin.kv.plan, mstar_plugin.attention")
     assert not loaded & {"flashinfer", "triton", "mstar_plugin.kv.manager"}
-    assert not {name for name in loaded if name.startswith("mstar_plugin.attention")}
+    assert not {f"mstar_plugin.attention.{path.value}" for path in AttentionPath} & loaded
 
 
 def test_the_package_lists_every_public_name() -> None:
