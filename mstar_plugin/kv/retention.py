@@ -41,9 +41,7 @@ def released_pages(
 
 
 def first_release(context_budget: int, protected_prefix: int, page_size: int) -> int:
-    """Smallest `n` at which a page is released; every earlier position is computed as by full
-    attention.
-    """
+    """Smallest `n` at which a page is released; a query at an earlier one sees everything."""
     return dense_tokens(context_budget, protected_prefix, page_size) + page_size
 
 
