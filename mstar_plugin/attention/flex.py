@@ -49,12 +49,18 @@ def ring_attention(
     """Attention of each row's frame over its session, as planned in `table`.
 
     q: `[B, Q, T, D]` of the cache's dtype, after `cache.upsert` of the same pass. `path=None` takes
-    `flex` on a GPU and `gather` on a CPU. Returns `[B, Q, T, D]`.
+    `flex` on a GPU and `gather` on a CPU. Returns `[B, Q, T, D]`. RuntimeError for `flex` where
+    nothing can compile it.
     """
     if path is None:
         path = "gather" if q.device.type == "cpu" else "flex"
     if path == "gather":
         return gathered_attention(q, cache, table, scale)
+    if not can_compile(q.device.type):
+        raise RuntimeError(
+            f"path flex needs a GPU, or AVX2 and a C++ compiler, got a {q.device.type} device "
+            "without: pass path='gather'"
+        )
     return flex_ring_attention(q, cache, ring_block_mask(cache, table), scale)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar_plugin.attention import flex as flex_module
 from mstar_plugin.attention.flex import can_compile, ring_attention
 from mstar_plugin.attention.ring_reference import (
     frame_mask,
@@ -14,6 +15,7 @@ from mstar_plugin.attention.ring_reference import (
 )
 from mstar_plugin.kv.config import RingKVConfig, RingKVLayerConfig, RingKVStep
 from mstar_plugin.ring.manager import RingKVManager
+from mstar_plugin.ring.plan import RingTable
 from mstar_plugin.step import StepContext
 
 T, D, Q_HEADS, KV_HEADS = 16, 16, 4, 2
@@ -177,3 +179,13 @@ def test_low_precision_stays_within_the_rounding_of_its_type() -> None:
     expected = ring_attention_reference(q[0], k[0][:, None], v[0][:, None], 0, 1, 16)
     got = gather(q, cache, plan.tables[0])[0].float()
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_the_compiled_path_is_refused_where_nothing_compiles_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex_module, "can_compile", lambda device_type: False)
+    cache = poisoned_manager(1).layers[0]
+    table = RingTable(torch.zeros(1, 17, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="path flex needs a GPU, .* pass path='gather'"):
+        flex(random_rows(1, Q_HEADS), cache, table)
