@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.ring_specs import RingSpec
 from mstar_vllm.serving import GENERIC, ServingPlan
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def _group_line(index: int, group: Any) -> str:
 def _kind(spec: Any) -> str:
     if isinstance(spec, RetentionSpec):
         return "full attention"
+    if isinstance(spec, RingSpec):
+        apart = f" {spec.pinned_dilation} apart" if spec.pinned_dilation > 1 else ""
+        return f"ring of {spec.ring_buckets} frames{apart}"
     window = getattr(spec, "sliding_window", None)
     return f"window of {window} tokens" if window else type(spec).__name__
 
@@ -96,6 +100,8 @@ def _pool_line(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 def _policy_lines(
     plan: ServingPlan, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> list[str]:
+    if plan.ring is not None:
+        return _ring_lines(vllm_config, kv_cache_config)
     policy = plan.retention
     if policy is None:
         why = f", because of {plan.obstacle}" if plan.obstacle else ""
@@ -115,6 +121,15 @@ def _policy_lines(
         f"{', '.join(str(cap) for cap in sorted(caps))} pages per request and group; "
         f"{without:,.1f} requests would fit without the policy"
     ]
+
+
+def _ring_lines(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    pages = sum(spec.pages.num_pages for spec in specs if isinstance(spec, RingSpec))
+    lines = [f"mstar keeps rings: a session claims {pages} pages at its start, however long it is"]
+    if vllm_config.cache_config.enable_prefix_caching:
+        lines.append("mstar: sessions with rings share nothing, so the prefix cache stays empty")
+    return lines
 
 
 def _requests_that_fit(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> float:

@@ -57,11 +57,27 @@ def bind_policy(request: Any, plan: ServingPlan, max_model_len: int) -> None:
     request.cache_salt = _salt(request.cache_salt, policy)
 
 
+def check_frames(request: Any, plan: ServingPlan) -> None:
+    """Refuse a prompt that ends inside a frame: every later frame would be out of step with the
+    client's. Raises PolicyError.
+    """
+    if plan.ring is None:
+        return
+    size, length = plan.ring.tokens_per_frame, _prompt_length(request)
+    if length % size:
+        raise PolicyError(
+            "prompt",
+            f"prompt must be whole frames of {size} tokens, got {length} tokens; complete its last "
+            "frame or leave it out",
+        )
+
+
 def _process_inputs(original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any) -> Any:
     request = original(processor, *args, **kwargs)
     plan = _plan_of(processor)
     if plan is not None:
         try:
+            check_frames(request, plan)
             bind_policy(request, plan, processor.model_config.max_model_len)
         except PolicyError as error:
             from vllm.exceptions import VLLMValidationError

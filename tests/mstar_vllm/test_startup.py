@@ -109,7 +109,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a misspelt key": (
         ["--additional-config", json.dumps({"mstar": {"retentoin": {}}})],
         {},
-        "knows retention, kernels, got retentoin",
+        "knows retention, kernels, ring, got retentoin",
     ),
     "a misspelt backend": (["--attention-backend", "mstarr"], {}, "MSTARR"),
     "plugins without us": ([], {"VLLM_PLUGINS": "other"}, "MSTAR"),
