@@ -26,7 +26,7 @@ class Driver:
     def __init__(self, **overrides: Any) -> None:
         engine = {
             key: overrides.pop(key)
-            for key in ("world_size", "admission", "padding_pages")
+            for key in ("world_size", "admission", "padding_pages", "device")
             if key in overrides
         }
         shape: dict[str, Any] = {
@@ -38,6 +38,7 @@ class Driver:
             "page_size": 4,
         }
         self.manager = KVManager(PagedKVConfig(**{**shape, **overrides}), **engine)
+        self.device = self.manager.cache.data.device
         self.tokens: dict[Name, list[int]] = {}
         self.scripts: dict[Name, list[int]] = {}
         self.latent = self.manager.config.layout is KVLayout.MLA
@@ -116,11 +117,11 @@ class Driver:
         return [*planned, *fresh]
 
     def values(self, tokens: Sequence[int], layer: int) -> tuple[Tensor, Tensor | None]:
-        numbers = torch.tensor(tokens, dtype=torch.float32)
+        numbers = torch.tensor(tokens, dtype=torch.float32, device=self.device)
         k = torch.stack([numbers, torch.full_like(numbers, layer)], dim=-1)
         if self.latent:
             return k, None
-        return k[:, None, :], k[:, None, :] * torch.tensor([-1.0, 1.0])
+        return k[:, None, :], k[:, None, :] * torch.tensor([-1.0, 1.0], device=self.device)
 
     def check_reads(
         self, step: KVStep, outputs: KVPlanOutputs, written: Mapping[Name, list[int]]

@@ -19,7 +19,8 @@ from mstar_plugin.kv.config import (
     RingKVStep,
 )
 from mstar_plugin.kv.manager import KVManager
-from mstar_plugin.kv.plan import build_paged_indptrs
+from mstar_plugin.kv.plan import SequenceView, build_paged_indptrs
+from mstar_plugin.kv.planner import read_rows
 from mstar_plugin.step import AdmitRuntimeError, AllocationFailed, ResourceStep, StepContext
 
 
@@ -432,3 +433,8 @@ def test_more_streams_and_longer_ones_than_the_tables_started_with(make_driver: 
     driver.run(*[(name, "main", 1 + i % 5) for i, name in enumerate(names)])
     driver.run(("r7", "main", 200))
     driver.run(*[(name, "main", 1) for name in names])
+
+
+def test_cache_rows_are_counted_in_64_bits() -> None:
+    views = [SequenceView("a", "main", [1 << 23], 2, 2)]
+    assert read_rows(build_paged_indptrs(views, 512), 512).tolist() == [1 << 32, (1 << 32) + 1]
