@@ -19,7 +19,7 @@ from mstar_vllm.visibility import RowLimits, limits_of
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-_MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
 # More steps than an engine keeps in flight, so that no copy is waited for.
 STAGED_STEPS = 4
 
@@ -73,7 +73,7 @@ class DeviceBatchLimits:
             return None
         host = RowLimits.of_policy(policy, self._page_tokens)
         pair = torch.tensor(
-            [[min(int(host.dense), _MOST_TOKENS)], [int(host.head_pages)]],
+            [[min(int(host.dense), MOST_TOKENS)], [int(host.head_pages)]],
             dtype=torch.int32,
             device=self._device,
         )
@@ -99,7 +99,7 @@ class DeviceBatchLimits:
             self._ring = PinnedIndexRing(2 * self._max_requests, STAGED_STEPS, per_plan=1)
             self._rows = torch.zeros(2, self._max_requests, dtype=torch.int32, device=self._device)
         self._ring.begin_plan()
-        pair = np.stack([np.minimum(host.dense, _MOST_TOKENS), host.head_pages])
+        pair = np.stack([np.minimum(host.dense, MOST_TOKENS), host.head_pages])
         count = pair.shape[1]
         staged = self._ring.take(pair.reshape(-1).astype(np.int32)).view(2, count)
         return self._rows[:, :count].copy_(staged, non_blocking=True)
@@ -135,5 +135,5 @@ class SlotLimits:
                 known[policy] = limits_of(policy, self._page_tokens)
             self.on_host[:, slot] = known[policy]
         self._ring.begin_plan()
-        staged = self._ring.take(np.minimum(self.on_host, _MOST_TOKENS).reshape(-1))
+        staged = self._ring.take(np.minimum(self.on_host, MOST_TOKENS).reshape(-1))
         self.on_device.copy_(staged.view(2, -1), non_blocking=True)

@@ -34,6 +34,15 @@ class Pages:
         return -(-tokens // self.block_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class RowViews:
+    """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of the rows of one batch."""
+
+    tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+
+
 class RowBuffers:
     """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of rows, int32 on device.
 
@@ -58,7 +67,20 @@ class RowBuffers:
             )
         self._allocate(max(num_rows, rows), max(width, columns))
 
+    def views(self, num_rows: int) -> RowViews:
+        """The first `num_rows` rows; the same tensors for the same number."""
+        views = self._views.get(num_rows)
+        if views is None:
+            views = RowViews(
+                tables=self.tables[:num_rows],
+                seq_lens=self.seq_lens[:num_rows],
+                query_start=self.query_start[: num_rows + 1],
+            )
+            self._views[num_rows] = views
+        return views
+
     def _allocate(self, num_rows: int, width: int) -> None:
+        self._views: dict[int, RowViews] = {}
         self.tables = torch.zeros(num_rows, width, dtype=torch.int32, device=self._device)
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         self.query_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
