@@ -24,12 +24,13 @@ model-gemma: env
 serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
 	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT) -- $(ARGS)
 
+# One thread for small tensors: more would only wait for one another. Engines choose their own.
 test: env model model-gemma
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # No server is started: under two minutes.
 test-fast: env model
-	@$(BIN)/python -m pytest -m "not server and not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not server and not slow and not gpu"
 
 lint: env
 	@$(BIN)/ruff check .
