@@ -18,10 +18,12 @@ class LearnedPositionsAdapter(DecoderAdapter):
     refusal: str | None = LEARNED_POSITIONS
 
     def head_shape(self, config: ConfigReader, types: tuple[str, ...], index: int) -> HeadShape:
-        shape = super().head_shape(config, types, index)
-        if not config.flag("multi_query", default=False):
-            return shape
-        return HeadShape(num_kv_heads=1, num_qo_heads=shape.num_qo_heads, head_dim=shape.head_dim)
+        num_qo_heads = config.count("num_attention_heads")
+        return HeadShape(
+            num_kv_heads=1 if config.flag("multi_query", default=False) else num_qo_heads,
+            num_qo_heads=num_qo_heads,
+            head_dim=self.head_dim(config, num_qo_heads),
+        )
 
     def rotary(
         self, config: ConfigReader, types: tuple[str, ...], index: int, head_dim: int

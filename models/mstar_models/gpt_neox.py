@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstar_plugin.adapters import ConfigReader, DecoderAdapter
+from mstar_plugin.adapters import ConfigReader, DecoderAdapter, HeadShape
 from mstar_plugin.adapters.rotary import rotary_of
 from mstar_plugin.model_kv import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXAdapter(DecoderAdapter):
-    """Older files name the settings `rotary_emb_base` and `rotary_pct`."""
+    """Older files name the settings `rotary_emb_base` and `rotary_pct`; every head has its KV."""
+
+    def head_shape(self, config: ConfigReader, types: tuple[str, ...], index: int) -> HeadShape:
+        num_heads = config.count("num_attention_heads")
+        return HeadShape(
+            num_kv_heads=num_heads,
+            num_qo_heads=num_heads,
+            head_dim=self.head_dim(config, num_heads),
+        )
 
     def rotary(
         self, config: ConfigReader, types: tuple[str, ...], index: int, head_dim: int

@@ -358,3 +358,12 @@ def test_latent_layers_store_ranks_and_no_heads() -> None:
     model = declared("SomeForCausalLM", kv_lora_rank=32, qk_rope_head_dim=8)
     assert {layer.kind for layer in model.layers} == {LayerKind.MLA}
     assert model.elements_per_token == 6 * 40
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM"]
+)
+def test_a_stray_number_of_kv_heads_is_ignored_where_heads_are_never_grouped(
+    architecture: str,
+) -> None:
+    assert {layer.num_kv_heads for layer in declared(architecture).layers} == {4}

@@ -47,6 +47,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 SLIDING = {"sliding_window": WINDOW}
+# vLLM's Command models have no output embedding of their own.
+COHERE = {"logit_scale": 1.0, "tie_word_embeddings": True}
 BOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
     "gemma": ("GemmaConfig", {"head_dim": 64, "num_key_value_heads": 1}),
@@ -57,16 +59,15 @@ BOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {"num_key_value_heads": 4}),
     "olmo2": ("Olmo2Config", {"rope_theta": 5e5}),
     "olmo3": ("Olmo3Config", {"rope_scaling": YARN, **SLIDING}),
-    "cohere": ("CohereConfig", {"num_key_value_heads": 4, "logit_scale": 1.0}),
-    "cohere2": ("Cohere2Config", {"logit_scale": 1.0, **SLIDING}),
+    "cohere": ("CohereConfig", {"num_key_value_heads": 4, **COHERE}),
+    "cohere2": ("Cohere2Config", {**COHERE, **SLIDING}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.25}),
     "smollm3": ("SmolLM3Config", {}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "nemotron": ("NemotronConfig", {"partial_rotary_factor": 0.5}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt2": ("GPT2Config", {"num_key_value_heads": 4}, "learned positions"),
-    "bloom": ("BloomConfig", {"n_head": 4, "num_key_value_heads": 4}, "ALiBi"),
+    "gpt2": ("GPT2Config", {}, "learned positions"),
     "falcon-alibi": ("FalconConfig", {"alibi": True, "multi_query": False}, "ALiBi"),
 }
 FAMILIES = [*BOUNDED, *REFUSED]
