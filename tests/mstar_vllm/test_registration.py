@@ -127,8 +127,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "self",
         "request_id",
     ),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.allocate_new_blocks": (
+        "self",
+        "request_id",
+        "num_tokens",
+        "num_tokens_main_model",
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": ("self", "request"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": ("self", "scheduler_output"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": ("self",),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": (
         "self",
         "common_prefix_len",

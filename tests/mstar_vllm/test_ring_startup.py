@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,24 @@ def test_another_backend_serves_the_model_once_its_block_is_taken_away(
     overrides = {"mstar": None, "architectures": ["LlamaForCausalLM"]}
     config = configure(attention_backend="CPU_ATTN", hf_overrides=overrides)
     assert config.model_config.architectures == ["LlamaForCausalLM"]
+
+
+def test_the_frame_decoder_is_not_built_without_rings(configure: Callable[..., Any]) -> None:
+    from mstar_vllm.frame_decoder import FrameDecoderForCausalLM
+
+    with pytest.raises(ValueError, match="FrameDecoderForCausalLM needs --attention-backend mstar"):
+        FrameDecoderForCausalLM(vllm_config=configure(hf_overrides={"mstar": None}))
+
+
+def test_registering_makes_the_frame_decoder_known_without_importing_it() -> None:
+    code = (
+        "import sys, mstar_vllm; mstar_vllm.register(); mstar_vllm.raise_if_unusable()\n"
+        "from vllm import ModelRegistry\n"
+        "known = 'FrameDecoderForCausalLM' in ModelRegistry.get_supported_archs()\n"
+        "print(known, 'mstar_vllm.frame_decoder' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["True", "False"]
 
 
 class Asked:
