@@ -38,13 +38,13 @@ def reserve(state: KVState, flight: Flight) -> AdmitFailedReason | None:
     if blocked is None:
         _take_leases(state, flight)
         rows, needs = _page_needs(state, flight)
-        short = state.pages_short(int(np.maximum(needs, 0).sum()))
-        short = short or _unsafe_growth(state, rows, needs)
+        takers = _takers(rows, needs)
+        short = state.pages_short(sum(takers.values())) or _unsafe_growth(state, takers)
         if not short:
-            _hand_out(state, flight, rows, needs)
+            _hand_out(state, flight, takers)
             _copy_partial_pages(state, flight)
             return None
-        blocked = _refusal(state, rows, needs, short)
+        blocked = _refusal(state, rows, needs, takers, short)
     undo(state, flight)
     return blocked
 
@@ -133,15 +133,14 @@ def _not_its_turn(state: KVState, flight: Flight) -> AdmitFailedReason | None:
     return None
 
 
-def _unsafe_growth(state: KVState, rows: IntArray, needs: IntArray) -> int:
+def _unsafe_growth(state: KVState, takers: dict[int, int]) -> int:
     """Pages by which the step would bring requests into each other's way, 0 when it does not."""
     gate = state.gate
-    if gate is None or gate.policy is AdmissionPolicy.SUM or needs.max(initial=0) <= 0:
+    if gate is None or gate.policy is AdmissionPolicy.SUM or not takers:
         return 0
     more: Counter[str] = Counter()
-    for row, count in zip(rows.tolist(), needs.tolist(), strict=True):
-        if count > 0:
-            more[state.table[row].request_id] += count
+    for row, count in takers.items():
+        more[state.table[row].request_id] += count
     others = sum(
         int(state.table.num_pages[stream.row])
         for stream in state.table
@@ -166,6 +165,8 @@ def _take_leases(state: KVState, flight: Flight) -> None:
             table.generation[row] += 1
             flight.leases.append((stream, lease))
             stream.lease = None
+            if stream.chain is not None:
+                stream.chain.num_sealed = len(lease.pages)
     table.unmark(rows, LEASED)
 
 
@@ -181,23 +182,29 @@ def _restore_lease(state: KVState, stream: Stream, lease: Lease) -> None:
 def _page_needs(state: KVState, flight: Flight) -> tuple[IntArray, IntArray]:
     """Rows of the streams and the pages to add to each; 0 or less where there are enough."""
     table, rows = state.table, flight.rows
-    ends = table.stored[rows] + flight.spans
-    needs: IntArray = -(-ends // state.config.page_size) - table.num_pages[rows]
+    size = state.config.page_size
+    ends = table.stored[rows] + (flight.spans + (size - 1))
+    needs: IntArray = ends // size - table.num_pages[rows]
     if not flight.pre_forks and not flight.post_forks:
-        needs[rows == NULL_ROW] = 0
         return rows, needs
     own = dict(zip(rows.tolist(), needs.tolist(), strict=True))
     own.update((target.row, 0) for _, target in flight.pre_forks)
     for row, missing in fork_needs(flight, state).items():
         own[row] = max(own.get(row, 0), missing)
-    own[NULL_ROW] = 0
     return np.array(list(own), dtype=np.int64), np.array(list(own.values()), dtype=np.int64)
 
 
-def _hand_out(state: KVState, flight: Flight, rows: IntArray, needs: IntArray) -> None:
+def _takers(rows: IntArray, needs: IntArray) -> dict[int, int]:
+    """Row -> pages it takes, for the streams that need any; the null row takes none."""
+    taking = needs > 0
+    takers = dict(zip(rows[taking].tolist(), needs[taking].tolist(), strict=True))
+    takers.pop(NULL_ROW, None)
+    return takers
+
+
+def _hand_out(state: KVState, flight: Flight, takers: dict[int, int]) -> None:
     table = state.table
-    for index in np.flatnonzero(needs > 0).tolist():
-        row, count = int(rows[index]), int(needs[index])
+    for row, count in takers.items():
         table.append_pages(row, state.pool.acquire(count))
         table.generation[row] += 1
         flight.acquired.append((table[row], count))
@@ -210,9 +217,10 @@ def _copy_partial_pages(state: KVState, flight: Flight) -> None:
             state.cache.copy_pages([lease.partial], [first_own])
 
 
-def _refusal(state: KVState, rows: IntArray, needs: IntArray, short: int) -> AdmitFailedReason:
-    index = int(np.flatnonzero(needs > 0)[-1])
-    stream = state.table[int(rows[index])]
+def _refusal(
+    state: KVState, rows: IntArray, needs: IntArray, takers: dict[int, int], short: int
+) -> AdmitFailedReason:
+    stream = state.table[list(takers)[-1]]
     most = _pages_of_request(state, stream.request_id, rows, needs)
     if most > state.pool.num_usable:
         return AdmitRuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from torch import Tensor
@@ -21,10 +22,10 @@ Name = tuple[str, str]
 class Flight:
     """One admitted step. Arrays are in packed order, plan label after plan label.
 
-    `rows`: table row each segment writes to, the null row for padding, sinks and streams removed
-    since. `readers`: the row its stored length comes from, which a sink keeps. `spans`: tokens.
-    `names`: request and label.
-    `groups`: plan label -> its part of the arrays. `writes`: plan label -> cache row of each token.
+    `names`: request and label of each segment. `rows`: the table row it writes to, the null row for
+    padding, sinks and streams removed since. `readers`: the row its stored length comes from, which
+    a sink keeps. `spans`: its tokens; `decode`: one each. `groups`: plan label -> its part of the
+    arrays. `writes`: plan label -> cache row of each token.
     """
 
     step: KVStep
@@ -35,6 +36,7 @@ class Flight:
     rows: IntArray
     readers: IntArray
     spans: IntArray
+    decode: bool
     opened: list[Stream] = field(default_factory=list)
     acquired: list[tuple[Stream, int]] = field(default_factory=list)
     leases: list[tuple[Stream, Lease]] = field(default_factory=list)
@@ -55,9 +57,9 @@ class Flight:
 
     def touched_rows(self) -> IntArray:
         """Rows of every stream the step reads or writes."""
-        extra = [stream.row for stream in self.forked_streams()]
-        if not extra:
+        if not self.pre_forks and not self.post_forks:
             return self.rows
+        extra = [stream.row for stream in self.forked_streams()]
         return np.concatenate([self.rows, np.array(extra, dtype=np.int64)])
 
     def forget(self, stream: Stream) -> None:
@@ -86,7 +88,7 @@ def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
         _check_forks(step, ctx, segments, table)
     names = list(zip(request_ids, labels, strict=True))
     opened: list[Stream] = []
-    readers = _rows(step, ctx, names, table, opened)
+    readers = _rows(step, ctx, request_ids, labels, table, opened)
     flight = Flight(
         step=step,
         slot=ctx.slot,
@@ -96,6 +98,7 @@ def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
         rows=_without_sinks(names, step.sink, readers),
         readers=readers,
         spans=_array(spans),
+        decode=spans.count(1) == len(spans),
         opened=opened,
     )
     flight.pre_forks = _fork_pairs(step, step.pre_forks, ctx, table, opened)
@@ -108,7 +111,7 @@ def _packed(
     step: KVStep, segments: tuple[Segment, ...]
 ) -> tuple[Sequence[Segment], dict[str, slice]]:
     """The segments in packed order, and the part of each plan label."""
-    labels = {segment[1] for segment in segments}
+    labels = set(map(itemgetter(1), segments))
     if len(labels) == 1 and not step.combined_labels:
         return segments, {labels.pop(): slice(0, len(segments))}
     packed: list[Segment] = []
@@ -152,19 +155,33 @@ def _array(spans: Sequence[int]) -> IntArray:
 
 
 def _rows(
-    step: KVStep, ctx: StepContext, names: Sequence[Name], table: StreamTable, opened: list[Stream]
+    step: KVStep,
+    ctx: StepContext,
+    request_ids: Sequence[str],
+    labels: Sequence[str],
+    table: StreamTable,
+    opened: list[Stream],
 ) -> IntArray:
     padding = _padding_ids(ctx)
     try:
         if padding:
             raise KeyError
-        rows = list(map(table.by_name.__getitem__, names))
+        rows = _open_rows(request_ids, labels, table)
     except KeyError:
+        names = list(zip(request_ids, labels, strict=True))
         _check_names(names, padding, table)
         rows = [_row(name, padding, step.sink, table, opened) for name in names]
     if len(set(rows)) != len(rows):
-        _check_names(names, padding, table)
+        _check_names(list(zip(request_ids, labels, strict=True)), padding, table)
     return np.array(rows, dtype=np.int64)
+
+
+def _open_rows(request_ids: Sequence[str], labels: Sequence[str], table: StreamTable) -> list[int]:
+    """Rows of streams that are all open; `KeyError` otherwise."""
+    if labels and labels.count(labels[0]) == len(labels):
+        return list(map(table.by_label[labels[0]].__getitem__, request_ids))
+    by_label = table.by_label
+    return [by_label[label][name] for name, label in zip(request_ids, labels, strict=True)]
 
 
 def _check_names(names: Sequence[Name], padding: frozenset[str], table: StreamTable) -> None:
@@ -184,7 +201,7 @@ def _row(
 ) -> int:
     if name[0] in padding:
         return NULL_ROW
-    row = table.by_name.get(name)
+    row = table.rows[name[0]].get(name[1])
     if row is not None:
         return row
     return NULL_ROW if name in sink else _opened(*name, table, opened).row

@@ -177,7 +177,7 @@ def _take_over(
     if short:
         return AllocationFailed(short, max(needed, key=lambda label: needed[label]), request_id)
     for label, remote in wanted.items():
-        row = state.table.by_name[request_id, label]
+        row = state.table.rows[request_id][label]
         state.table.append_pages(row, state.pool.acquire(needed[label]))
         first = int(state.table.stored[row]) // state.config.page_size
         pages = state.table.page_list(row)[first : len(remote.pages)]

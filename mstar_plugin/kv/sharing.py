@@ -8,7 +8,7 @@ from mstar_plugin.kv.chain import KeyChain
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.prefix import EMPTY_ROOT, PrefixIndex, fingerprint
 from mstar_plugin.kv.state import KVState
-from mstar_plugin.kv.streams import KEYED, LEASED, RETAINED, Lease, Stream
+from mstar_plugin.kv.streams import IN_FLIGHT, KEYED, LEASED, RETAINED, STAGED, Lease, Stream
 
 
 def start_chain(state: KVState, stream: Stream) -> None:
@@ -55,11 +55,12 @@ def lease_prefix(state: KVState, stream: Stream) -> int:
     """Hold the indexed pages that begin this stream; returns the tokens they cover.
 
     Asked again, the answer stays the same for as long as the lease is held. 0 for a stream that
-    has stored something or has no keys.
+    has stored something, is in its first step, or has no keys.
     """
     if stream.lease is not None:
         return stream.lease.tokens
-    if stream.chain is None or state.index is None or state.table.stored[stream.row]:
+    begun = state.table.stored[stream.row] or state.table.has(stream, IN_FLIGHT | STAGED)
+    if stream.chain is None or state.index is None or begun:
         return 0
     lease = _match(state, state.index, stream.chain, _dense_tokens(state, stream))
     if not lease.tokens:

@@ -72,8 +72,8 @@ class StreamTable:
 
     `stored` tokens resident, `released` tokens dropped, `protected` prefix in tokens, `num_pages`
     held, `covered` tokens the key chain knows, `laid_out` tokens whose walks are declared. Arrays
-    are replaced when they grow: read them anew in every operation. `rows` finds the streams of a
-    request by label, `by_name` one stream.
+    are replaced when they grow: read them anew in every operation. `rows` finds a stream by request
+    and label, `by_label` by label and request.
     """
 
     stored: IntArray
@@ -91,7 +91,7 @@ class StreamTable:
         self.flags = np.zeros(self._capacity, dtype=np.uint8)
         self.pages = np.zeros((self._capacity, 16), dtype=np.int32)
         self.rows: dict[str, dict[str, int]] = {}
-        self.by_name: dict[tuple[str, str], int] = {}
+        self.by_label: dict[str, dict[str, int]] = {}
         self._streams: list[Stream | None] = [None] * self._capacity
         self._free = list(range(self._capacity - 1, NULL_ROW, -1))
         self._num_opened = 0
@@ -105,7 +105,7 @@ class StreamTable:
         return stream
 
     def get(self, request_id: str, label: str) -> Stream | None:
-        row = self.by_name.get((request_id, label))
+        row = self.rows.get(request_id, {}).get(label)
         return None if row is None else self._streams[row]
 
     def of_request(self, request_id: str) -> list[Stream]:
@@ -122,7 +122,7 @@ class StreamTable:
         stream = Stream(row, request_id, label)
         self._streams[row] = stream
         self.rows.setdefault(request_id, {})[label] = row
-        self.by_name[request_id, label] = row
+        self.by_label.setdefault(label, {})[request_id] = row
         self._num_opened += 1
         self.generation[row] = self._num_opened << 32
         return stream
@@ -137,7 +137,7 @@ class StreamTable:
         self._streams[row] = None
         self._free.append(row)
         del self.rows[stream.request_id][stream.label]
-        del self.by_name[stream.request_id, stream.label]
+        del self.by_label[stream.label][stream.request_id]
 
     def page_list(self, row: int) -> list[int]:
         page_ids: list[int] = self.pages[row, : self.num_pages[row]].tolist()

@@ -269,6 +269,22 @@ def test_padding_rows_read_and_write_the_sink_and_take_nothing(driver: Any) -> N
     assert driver.manager.stored_tokens("a") == 5
 
 
+def test_a_dummy_id_takes_nothing_even_when_it_is_a_known_request(driver: Any) -> None:
+    driver.ingest("a", "dummy")
+    driver.run(("dummy", "main", 3))
+    free = driver.manager.num_free_pages
+    step, ctx = driver.declare(
+        [("a", "main", 1), ("dummy", "main", 5)],
+        request_ids=("a",),
+        padded_request_ids=("a", "dummy"),
+    )
+    driver.manager.admit(step, ctx)
+    assert driver.manager.plan(step, ctx)["main"].views[1].page_idxs == [0, 0]
+    driver.manager.commit(step, ctx)
+    assert driver.manager.num_free_pages == free - 1
+    assert driver.manager.stored_tokens("dummy") == 3
+
+
 def test_a_sink_stream_changes_neither_pages_nor_length(driver: Any) -> None:
     driver.ingest("a")
     driver.run(("a", "main", 6), ("a", "uncond", 5))

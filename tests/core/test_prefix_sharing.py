@@ -116,6 +116,16 @@ def test_ranks_agree_on_the_shortest_match_in_whole_pages(driver: Any) -> None:
     driver.run(("c", "main", 18))
 
 
+def test_a_stream_in_its_first_step_is_not_given_a_prefix_any_more(driver: Any) -> None:
+    start(driver, "a")
+    driver.ingest("b", **keyed())
+    step, ctx = driver.declare([("b", "main", 18)])
+    driver.manager.admit(step, ctx)
+    assert driver.manager.resolve_cached_prefix("b") == 0
+    driver.finish(step, ctx, driver.manager.plan(step, ctx))
+    driver.run(("b", "main", 1))
+
+
 def test_one_lease_serves_several_walks_and_chunks(driver: Any) -> None:
     start(driver, "a")
     driver.ingest("b", **keyed())
