@@ -135,7 +135,9 @@ class Streams(RuleBasedStateMachine):
             options["sink"] = frozenset(choice.subset(names))
         for moment in ("pre_forks", "post_forks"):
             if choice.one_in(4):
-                options[moment] = (("main", choice.subset(("x", "y"), 1)[0]),)
+                source = "main" if choice.one_in(2) else choice.subset(LABELS, 1)[0]
+                target = choice.subset([label for label in LABELS if label != source], 1)[0]
+                options[moment] = ((source, target),)
         if choice.one_in(3):
             options["fork_rids"] = frozenset(choice.subset(self.known()))
         if choice.one_in(3):
