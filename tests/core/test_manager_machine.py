@@ -291,4 +291,4 @@ def test_streams_show_their_tokens_after_any_short_sequence_of_operations(
 def test_streams_show_their_tokens_after_any_long_sequence_of_operations(
     make_driver: type, machine: type[Streams]
 ) -> None:
-    run(machine, make_driver, 400, 60)
+    run(machine, make_driver, 150, 60)
