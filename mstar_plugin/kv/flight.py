@@ -25,7 +25,7 @@ class Flight:
     `names`: request and label of each segment. `rows`: the table row it writes to, the null row for
     padding, sinks and streams removed since. `readers`: the row its stored length comes from, which
     a sink keeps. `spans`: its tokens; `decode`: one each. `groups`: plan label -> its part of the
-    arrays. `writes`: plan label -> cache row of each token.
+    arrays. `writes`: plan label -> cache row of each token. `table_version`: when the rows held.
     """
 
     step: KVStep
@@ -37,6 +37,7 @@ class Flight:
     readers: IntArray
     spans: IntArray
     decode: bool
+    table_version: int
     opened: list[Stream] = field(default_factory=list)
     acquired: list[tuple[Stream, int]] = field(default_factory=list)
     leases: list[tuple[Stream, Lease]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Flight:
 
     def forget(self, stream: Stream) -> None:
         """Leave a stream out of what is still to come: it is being removed or reset."""
+        self.table_version = -1
         self.rows = np.where(self.rows == stream.row, NULL_ROW, self.rows)
         self.readers = np.where(self.readers == stream.row, NULL_ROW, self.readers)
         self.pre_forks = [pair for pair in self.pre_forks if stream not in pair]
@@ -73,11 +75,28 @@ class Flight:
         self.leases = [lease for lease in self.leases if lease[0] is not stream]
 
 
-def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
+def resolve(
+    step: KVStep, ctx: StepContext, table: StreamTable, last: Flight | None = None
+) -> Flight:
     """The step as arrays; streams used for the first time are opened and noted in the flight.
 
-    `ValueError` or `KeyError`, with nothing opened, for a step that can never run.
+    The arrays of the `last` flight serve again when the step has the same segments, as one decode
+    step after another does. `ValueError` or `KeyError`, with nothing opened, for a step that can
+    never run.
     """
+    if last is not None and _repeats(step, ctx, table, last):
+        return Flight(
+            step=step,
+            slot=ctx.slot,
+            segments=last.segments,
+            names=last.names,
+            groups=last.groups,
+            rows=last.rows,
+            readers=last.readers,
+            spans=last.spans,
+            decode=last.decode,
+            table_version=last.table_version,
+        )
     if step.segments is None:
         raise ValueError("segments of a KV step must be given, got None: name them or its step's")
     segments, groups = _packed(step, step.segments)
@@ -99,12 +118,26 @@ def resolve(step: KVStep, ctx: StepContext, table: StreamTable) -> Flight:
         readers=readers,
         spans=_array(spans),
         decode=spans.count(1) == len(spans),
+        table_version=table.version,
         opened=opened,
     )
     flight.pre_forks = _fork_pairs(step, step.pre_forks, ctx, table, opened)
     if step.commit:
         flight.post_forks = _fork_pairs(step, step.post_forks, ctx, table, opened)
     return flight
+
+
+def _repeats(step: KVStep, ctx: StepContext, table: StreamTable, last: Flight) -> bool:
+    before = last.step
+    special = step.sink or step.pre_forks or step.post_forks
+    special = special or before.sink or before.pre_forks or before.post_forks
+    return (
+        last.table_version == table.version
+        and not special
+        and not _padding_ids(ctx)
+        and step.segments == before.segments
+        and step.combined_labels == before.combined_labels
+    )
 
 
 def _packed(

@@ -30,6 +30,7 @@ class StepLane:
     def __init__(self, state: KVState, forward: ForwardCursor) -> None:
         self._state = state
         self._forward = forward
+        self._last: Flight | None = None
         on_cuda = state.cache.data.device.type == "cuda"
         self._ring = PinnedIndexRing() if on_cuda else None
 
@@ -42,7 +43,7 @@ class StepLane:
         if not ctx.is_preplan and self._find(step, ctx) is not None:
             return ADMIT_OK
         try:
-            flight = resolve(step, ctx, state.table)
+            flight = resolve(step, ctx, state.table, self._last)
         except (KeyError, ValueError) as error:
             return _refused(AdmitRuntimeError(str(error.args[0])))
         return self._take_off(flight, ctx)
@@ -90,6 +91,7 @@ class StepLane:
         reason = admission.reserve(state, flight)
         if reason is not None:
             return _refused(reason)
+        self._last = flight
         state.table.mark(flight.touched_rows(), STAGED if ctx.is_preplan else IN_FLIGHT)
         if ctx.is_preplan:
             state.staged = flight

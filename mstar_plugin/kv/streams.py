@@ -73,7 +73,7 @@ class StreamTable:
     `stored` tokens resident, `released` tokens dropped, `protected` prefix in tokens, `num_pages`
     held, `covered` tokens the key chain knows, `laid_out` tokens whose walks are declared. Arrays
     are replaced when they grow: read them anew in every operation. `rows` finds a stream by request
-    and label, `by_label` by label and request.
+    and label, `by_label` by label and request; `version` changes when either does.
     """
 
     stored: IntArray
@@ -95,6 +95,7 @@ class StreamTable:
         self._streams: list[Stream | None] = [None] * self._capacity
         self._free = list(range(self._capacity - 1, NULL_ROW, -1))
         self._num_opened = 0
+        self.version = 0
 
     def __iter__(self) -> Iterator[Stream]:
         return (stream for stream in self._streams if stream is not None)
@@ -124,6 +125,7 @@ class StreamTable:
         self.rows.setdefault(request_id, {})[label] = row
         self.by_label.setdefault(label, {})[request_id] = row
         self._num_opened += 1
+        self.version += 1
         self.generation[row] = self._num_opened << 32
         return stream
 
@@ -135,6 +137,7 @@ class StreamTable:
         self.flags[row] = 0
         self.pages[row] = 0
         self._streams[row] = None
+        self.version += 1
         self._free.append(row)
         del self.rows[stream.request_id][stream.label]
         del self.by_label[stream.label][stream.request_id]

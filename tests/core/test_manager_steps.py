@@ -218,6 +218,41 @@ def test_rolling_back_gives_back_exactly_what_was_taken_and_changes_the_generati
         driver.manager.stored_tokens("b", "other")
 
 
+def test_rolling_back_a_repeated_step_leaves_what_the_one_before_it_opened(driver: Any) -> None:
+    driver.ingest("a")
+    driver.run(("a", "other", 5), commit=False)
+    free = driver.manager.num_free_pages
+    step, ctx = driver.declare([("a", "other", 5)], commit=False)
+    driver.manager.admit(step, ctx)
+    driver.manager.rollback_admit(step, ctx)
+    assert driver.manager.num_free_pages == free
+    assert driver.manager.stored_tokens("a", "other") == 0
+
+
+def test_a_repeated_step_finds_a_request_that_was_reset_or_came_back(driver: Any) -> None:
+    driver.ingest("a", "b")
+    step, ctx = driver.declare([("a", "main", 2), ("b", "main", 2)])
+    for change in ("nothing", "reset", "remove", "mid-step"):
+        driver.manager.admit(step, ctx)
+        outputs = driver.manager.plan(step, ctx)
+        if change == "mid-step":
+            driver.manager.reset_request("a")
+            driver.tokens["a", "main"] = []
+            driver.manager.commit(step, ctx)
+            driver.tokens["b", "main"] += [0, 0]
+        else:
+            driver.finish(step, ctx, outputs)
+        if change == "reset":
+            driver.manager.reset_request("a", free=True)
+            driver.tokens["a", "main"] = []
+        if change == "remove":
+            driver.manager.remove_request("a")
+            driver.forget("a")
+            driver.ingest("a")
+    driver.manager.admit(step, ctx)
+    assert [view.length for view in driver.manager.plan(step, ctx)["main"].views] == [2, 10]
+
+
 def test_a_plan_after_a_rollback_equals_one_from_scratch(make_driver: Any) -> None:
     views = []
     for rolls_back in (True, False):
