@@ -3,7 +3,7 @@
 A job: {"model", "backend", "engine": arguments of LLM, "rounds": [[request, ...], ...]}; a request:
 {"prompt": token ids, "sampling": arguments of SamplingParams}. A result: per round and request the
 token ids, the chosen tokens' log-probabilities and the prompt tokens found in the prefix cache; or
-{"error": text} where the engine did not start. Kept apart from the tests because an engine's import
+{"error": text} where the engine did not start or failed. Kept apart from the tests because an engine's import
 and process-wide state should be paid for once and stay out of them.
 """
 
@@ -44,6 +44,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     try:
         return {"rounds": [one_round(llm, requests) for requests in job["rounds"]]}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm

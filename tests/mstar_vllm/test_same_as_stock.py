@@ -44,8 +44,12 @@ ROUND = [
 ]
 
 
-def job(model: str, backend: str, **engine: Any) -> dict[str, Any]:
-    return {"model": model, "backend": backend, "engine": engine, "rounds": [ROUND]}
+# vLLM's CPU runner cannot step a seeded generator back behind a cut prompt, with any backend.
+GREEDY_ROUND = [request for request in ROUND if request["sampling"] is GREEDY]
+
+
+def job(model: str, backend: str, asked: Any = ROUND, **engine: Any) -> dict[str, Any]:
+    return {"model": model, "backend": backend, "engine": engine, "rounds": [asked]}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,8 @@ def variants(run_engines: Callable[..., list[Any]], smollm2: Any, tiny_model: An
     for backend in ("CPU_ATTN", "mstar"):
         jobs += [job(model, backend, block_size=page) for page in PAGES]
         jobs.append(job(model, backend, dtype="bfloat16"))
-        jobs.append(job(model, backend, max_num_batched_tokens=16, max_num_seqs=4))
+        small_chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+        jobs.append(job(model, backend, GREEDY_ROUND, **small_chunks))
         jobs.append(job(gemma, backend, disable_hybrid_kv_cache_manager=True))
     return run_engines(jobs)
 
