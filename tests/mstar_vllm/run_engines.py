@@ -3,8 +3,8 @@
 A job: {"model", "backend", "engine": arguments of LLM, "rounds": [[request, ...], ...]}; a request:
 {"prompt": token ids, "sampling": arguments of SamplingParams}. A result: per round and request the
 token ids, the chosen tokens' log-probabilities and the prompt tokens found in the prefix cache; or
-{"error": text} where the engine did not start or failed. Kept apart from the tests because an engine's import
-and process-wide state should be paid for once and stay out of them.
+{"error": text} where the engine did not start or failed. Kept apart from the tests because an
+engine's import and process-wide state should be paid for once and stay out of them.
 """
 
 from __future__ import annotations
