@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+# Engines use every core, whatever the tests' own process is limited to, and do not spin.
+THREADS = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
 Job = dict[str, Any]
 Result = dict[str, Any]
 
@@ -35,7 +37,7 @@ def run_engines(
         command = [sys.executable, str(HERE / "run_engines.py"), str(asked), str(answered)]
         done = subprocess.run(
             command,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **environment},
+            env={**os.environ, **THREADS, **environment},
             capture_output=True,
             text=True,
             timeout=1800,
@@ -105,7 +107,7 @@ def start_server(
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **THREADS,
     }
     with log.open("wb") as output:
         return subprocess.Popen(
