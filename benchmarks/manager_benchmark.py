@@ -10,6 +10,7 @@ does.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import sys
@@ -153,6 +154,7 @@ def report(measured: Sequence[Result], repeats: int) -> str:
         "",
         f"CPU: {processor()}. Python {platform.python_version()}, torch {torch.__version__}, "
         f"numpy {numpy.__version__}.",
+        f"Load average while measuring: {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.",
         "Command: `OMP_NUM_THREADS=1 python benchmarks/manager_benchmark.py "
         "--out benchmarks/results/manager.md`",
         "",
