@@ -124,7 +124,9 @@ def test_the_session_after_the_last_that_fits_waits_its_turn(
         httpx.stream("POST", url, json=long, timeout=600) as first,
         httpx.stream("POST", url, json=long, timeout=600) as second,
     ):
-        assert next(tokens_of(first.iter_lines())) == next(tokens_of(second.iter_lines()))
+        # A stream whose lines nobody holds is closed.
+        streams = [tokens_of(stream.iter_lines()) for stream in (first, second)]
+        assert next(streams[0]) == next(streams[1])
         third = client.submit(post, body(3))
         assert until(lambda: metric(server, "num_requests_waiting") == 1)
         assert metric(server, "num_requests_running") == SESSIONS
