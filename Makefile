@@ -27,6 +27,7 @@ serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
 # One thread for small tensors: more would only wait for one another. Engines choose their own. The
 # engine tests wait for processes much of the time, so the two halves of the suite run side by side.
 test: env model model-gemma
+	@$(BIN)/python scripts/tiny_models.py > /dev/null
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/mstar_vllm & others=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/mstar_vllm; engines=$$?; \
 	wait $$others && exit $$engines
