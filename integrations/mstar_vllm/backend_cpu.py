@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
@@ -13,16 +15,20 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from mstar_vllm import rows, session
+from mstar_vllm import rows, seeds, session
+from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.positions import ROLLING
 from mstar_vllm.retention import BatchLimits, RetentionBackend
 from mstar_vllm.ring_visibility import ring_transform, ring_view
+from mstar_vllm.rolling_rows import RollingRows, Wave
 from mstar_vllm.visibility import transform
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+    from mstar_vllm.cpu_key_turn import KeyTurn
 
 
 class MStarCPUBackend(RetentionBackend, CPUAttentionBackend):
@@ -45,6 +51,15 @@ class MStarCPUBackend(RetentionBackend, CPUAttentionBackend):
         return MStarCPUMetadataBuilder
 
 
+@dataclass
+class RollingMetadata(CPUAttentionMetadata):
+    """The parent's metadata of the first wave, for `num_actual_tokens` of the whole step, and all
+    waves with theirs.
+    """
+
+    waves: tuple[tuple[Wave, CPUAttentionMetadata], ...] = ()
+
+
 class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the parent's metadata for the batch as its rows see it."""
 
@@ -58,6 +73,8 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._limits = BatchLimits(kv_cache_spec)
         self._ring = ring_view(kv_cache_spec)
+        rolls = isinstance(kv_cache_spec, RetentionSpec) and kv_cache_spec.positions == ROLLING
+        self._rolling = RollingRows(self.block_size) if rolls else None
 
     def build(
         self,
@@ -69,12 +86,30 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             visible = ring_transform(common_attn_metadata, self._ring, self.block_size)
         else:
             limits = self._limits.current(common_attn_metadata.num_reqs)
+            if self._rolling is not None and limits is not None:
+                waves = self._rolling.waves(common_attn_metadata, limits)
+                if waves:
+                    return self._build_waves(common_attn_metadata, waves)
             visible = transform(common_attn_metadata, limits, self.block_size)
         return super().build(common_prefix_len, visible, fast_build)
 
+    def _build_waves(
+        self, batch: CommonAttentionMetadata, waves: list[Wave]
+    ) -> CPUAttentionMetadata:
+        built = tuple(
+            (wave, super(MStarCPUMetadataBuilder, self).build(0, wave.batch)) for wave in waves
+        )
+        first = {**vars(built[0][1]), "num_actual_tokens": batch.num_actual_tokens}
+        return RollingMetadata(**first, waves=built)
+
 
 class MStarCPUImpl(CPUAttentionBackendImpl):
-    """The parent's implementation; it also makes the server's plan known to `customize_spec`."""
+    """The parent's implementation, wave by wave where the batch has them; it also makes the
+    server's plan known to `customize_spec`.
+    """
+
+    key_turn: KeyTurn | None = None
+    """Turns this layer's protected keys; None where another layer's or no copies are read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,3 +120,33 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
                 f"adapter: {plan.adapter}"
             )
         rows.hook_model_runner()
+        seeds.hook_sampling()
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scales = (output_scale, output_block_scale)
+        if not isinstance(attn_metadata, RollingMetadata):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+        for wave, metadata in attn_metadata.waves:
+            if self.key_turn is not None:
+                self.key_turn.copy(kv_cache, wave.copies, layer.isa)
+            if wave.tokens is None:
+                super().forward(layer, query, key, value, kv_cache, metadata, output, *scales)
+                continue
+            part = query[wave.tokens]
+            attended = torch.empty_like(output[: len(part)])
+            super().forward(layer, part, key, value, kv_cache, metadata, attended, *scales)
+            output[wave.tokens] = attended
+        return output

@@ -57,11 +57,13 @@ def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> bool:
     was.
 
     Used for the requests' `to_beam_search_params` (remove when beams keep `vllm_xargs`), the
-    scheduler's `_connector_finished` (remove when a KV cache manager can add to a request's
-    output), `InputProcessor.process_inputs` (remove when the platform's `validate_request` is given
-    the configuration and the request), for the model runners' `get_kv_cache_spec` (remove when
-    `AttentionBackend.customize_spec` is given the layer), and for their per-step hooks (remove when
-    builders are given the sampling parameters of their rows).
+    scheduler's `add_request` (remove when KV cache managers are shown the request they allocate
+    for) and `_connector_finished` (remove when a KV cache manager can add to a request's output),
+    `InputProcessor.process_inputs` (remove when the platform's `validate_request` is given the
+    configuration and the request), for the model runners' `get_kv_cache_spec` (remove when
+    `AttentionBackend.customize_spec` is given the layer), for their per-step hooks (remove when
+    builders are given the sampling parameters of their rows), and for the CPU runner's
+    `sample_tokens` (remove when it no longer asks CPU generators for an offset).
     """
     original = getattr(owner, name)
     if getattr(original, "_mstar_wrapper", None) is wrapper:

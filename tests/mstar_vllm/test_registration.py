@@ -136,6 +136,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": ("self", "request"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": ("self", "scheduler_output"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": ("self",),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.sample_tokens": ("self", "grammar_output"),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": (
         "self",
         "common_prefix_len",
