@@ -28,14 +28,27 @@ MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 BOUNDED = {"mstar": {"retention": {"context_budget": 512, "protected_prefix": 4}}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """One figure: how it is asked of an engine, its unit, and whether more is better."""
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a run: its unit, and whether more is better."""
 
     name: str
-    request: dict[str, Any]
     unit: str
-    more_is_better: bool
+    more_is_better: bool = False
+
+
+THROUGHPUT = Figure("tokens per second", "tokens/s", more_is_better=True)
+LATENCY = Figure("inter-token latency", "ms between tokens")
+PREFILL = Figure("prefill", "s of prefill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One run: how it is asked of an engine, and which of its figures are reported."""
+
+    name: str
+    request: dict[str, int]
+    figures: tuple[Figure, ...]
 
 
 class Engine:
@@ -57,15 +70,16 @@ class Engine:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.ask({"prompt": 32, "clients": 1, "tokens": 8, "figure": "tokens per second"})
+        self.ask({"prompt": 32, "clients": 1, "tokens": 8})
 
-    def ask(self, request: dict[str, Any]) -> float:
+    def ask(self, request: dict[str, int]) -> dict[str, float]:
         sent, received = _pipes(self._process)
         sent.write(json.dumps(request) + "\n")
         sent.flush()
         for line in received:
-            if line.startswith("figure "):
-                return float(line.split()[1])
+            if line.startswith("figures "):
+                found: dict[str, float] = json.loads(line.removeprefix("figures "))
+                return found
         raise RuntimeError(f"the engine ended with {self._process.wait()}")
 
     def close(self) -> None:
@@ -89,39 +103,49 @@ def engines(sides: dict[str, dict[str, Any]]) -> Iterator[dict[str, Engine]]:
             engine.close()
 
 
-def compare(
-    sides: dict[str, dict[str, Any]], measures: list[Measure], repeats: int
-) -> dict[str, dict[str, list[float]]]:
-    """Figures per measure and side, the sides taking turns and the first changing each time."""
-    figures: dict[str, dict[str, list[float]]] = {m.name: {s: [] for s in sides} for m in measures}
+Figures = dict[tuple[str, str], dict[str, list[float]]]
+
+
+def compare(sides: dict[str, dict[str, Any]], measures: list[Measure], repeats: int) -> Figures:
+    """Values by (measure, figure) and side, the sides taking turns and the first changing each
+    time.
+    """
+    figures: Figures = {
+        (m.name, f.name): {s: [] for s in sides} for m in measures for f in m.figures
+    }
     with engines(sides) as running:
         for repeat in range(repeats + 1):
             for measure in measures:
                 order = list(running) if repeat % 2 else list(running)[::-1]
                 for side in order:
-                    figure = running[side].ask(measure.request)
-                    if repeat:
-                        figures[measure.name][side].append(figure)
-                        print(f"{measure.name} {side}: {figure:.2f}", flush=True)
+                    values = running[side].ask(measure.request)
+                    for figure in measure.figures if repeat else ():
+                        figures[measure.name, figure.name][side].append(values[figure.name])
+                    print(f"{repeat}. {measure.name} {side}: {values}", flush=True)
     return figures
 
 
-def table(measures: list[Measure], figures: dict[str, dict[str, list[float]]]) -> str:
+def table(measures: list[Measure], figures: Figures) -> str:
     """A Markdown table; a ratio above 1 is in mstar's favour."""
     rows = ["| figure | stock | mstar | ratio | range of ratios |", "|---|---|---|---|---|"]
-    for measure in measures:
-        stock, ours = figures[measure.name].values()
-        pairs = zip(stock, ours, strict=True)
-        ratios = [o / s if measure.more_is_better else s / o for s, o in pairs]
-        rows.append(
-            f"| {measure.name} ({measure.unit}) | {statistics.median(stock):.2f} | "
-            f"{statistics.median(ours):.2f} | {statistics.median(ratios):.3f} | "
-            f"{min(ratios):.3f} to {max(ratios):.3f} |"
-        )
+    rows += [
+        row(f"{measure.name} ({figure.unit})", figure, *figures[measure.name, figure.name].values())
+        for measure in measures
+        for figure in measure.figures
+    ]
     return "\n".join(rows)
 
 
-def environment_line() -> str:
+def row(name: str, figure: Figure, stock: list[float], ours: list[float]) -> str:
+    pairs = zip(stock, ours, strict=True)
+    ratios = [o / s if figure.more_is_better else s / o for s, o in pairs]
+    return (
+        f"| {name} | {statistics.median(stock):.2f} | {statistics.median(ours):.2f} | "
+        f"{statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} |"
+    )
+
+
+def environment_line(dtype: str) -> str:
     import torch
     import vllm
 
@@ -136,23 +160,23 @@ def environment_line() -> str:
     return (
         f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, vLLM {vllm.__version__}, "
-        "SmolLM2-135M-Instruct in bfloat16, eager"
+        f"SmolLM2-135M-Instruct in {dtype}, eager"
     )
 
 
-def write(name: str, title: str, notes: str, body: str) -> None:
+def write(name: str, dtype: str, title: str, notes: str, body: str) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/serving.py {name}"
-    text = f"# {title}\n\n{environment_line()}\n\n`{command}`\n\n{notes}\n\n{body}\n"
+    command = f"python benchmarks/serving.py {name} --dtype {dtype}"
+    text = f"# {title}\n\n{environment_line(dtype)}\n\n`{command}`\n\n{notes}\n\n{body}\n"
     (RESULTS / f"cpu-{name}.md").write_text(text)
     print(text)
 
 
-def arguments(backend: str, **changes: Any) -> dict[str, Any]:
+def arguments(backend: str, dtype: str, **changes: Any) -> dict[str, Any]:
     return {
         "model": str(MODEL),
         "attention_backend": backend,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "distributed_executor_backend": "uni",
@@ -161,49 +185,40 @@ def arguments(backend: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def parity(repeats: int) -> None:
-    sides = {name: arguments(name, max_model_len=2048) for name in ("CPU_ATTN", "mstar")}
+def parity(repeats: int, dtype: str) -> None:
+    sides = {name: arguments(name, dtype, max_model_len=2048) for name in ("CPU_ATTN", "mstar")}
     measures = [
         Measure(
             name=f"{clients} client(s), 128 prompt and 128 new tokens",
-            request={"prompt": 128, "clients": clients, "tokens": 128, "figure": figure},
-            unit=unit,
-            more_is_better=more,
+            request={"prompt": 128, "clients": clients, "tokens": 128},
+            figures=(THROUGHPUT, LATENCY),
         )
         for clients in (1, 16)
-        for figure, unit, more in (
-            ("tokens per second", "tokens/s", True),
-            ("inter-token latency", "ms between tokens", False),
-        )
     ]
     write(
         "parity",
+        dtype,
         "Nothing bounded: mstar against CPU_ATTN",
         "Ratios above 1 are in mstar's favour.",
         table(measures, compare(sides, measures, repeats)),
     )
 
 
-def retention(repeats: int) -> None:
+def retention(repeats: int, dtype: str) -> None:
     sides = {
-        "CPU_ATTN": arguments("CPU_ATTN", max_model_len=8192),
-        "mstar": arguments("mstar", max_model_len=8192, additional_config=BOUNDED),
+        "CPU_ATTN": arguments("CPU_ATTN", dtype, max_model_len=8192),
+        "mstar": arguments("mstar", dtype, max_model_len=8192, additional_config=BOUNDED),
     }
     measures = [
         Measure(
             name=f"{context} tokens of context",
-            request={"prompt": context, "clients": 1, "tokens": 64, "figure": figure},
-            unit=unit,
-            more_is_better=False,
+            request={"prompt": context, "clients": 1, "tokens": 64},
+            figures=(LATENCY, PREFILL),
         )
         for context in (1000, 7500)
-        for figure, unit in (
-            ("inter-token latency", "ms between tokens"),
-            ("prefill", "s of prefill"),
-        )
     ]
     figures = compare(sides, measures, repeats)
-    short, long = (figures[measures[i].name] for i in (0, 2))
+    short, long = (figures[measure.name, LATENCY.name] for measure in measures)
     growth = {s: statistics.median(long[s]) / statistics.median(short[s]) for s in sides}
     notes = "B=512, P=4, chunks of 2,048. Ratios above 1 are in mstar's favour."
     body = (
@@ -211,33 +226,33 @@ def retention(repeats: int) -> None:
         + "\n\nLatency at 7,500 over that at 1,000: "
         + ", ".join(f"{side} {ratio:.2f}" for side, ratio in growth.items())
     )
-    write("retention", "Long context: a budget of 512 against everything", notes, body)
+    write("retention", dtype, "Long context: a budget of 512 against everything", notes, body)
 
 
-def pool(repeats: int) -> None:
+def pool(repeats: int, dtype: str) -> None:
     fixed = {"max_model_len": 4096, "block_size": 32, "num_gpu_blocks_override": 260}
     fixed["max_num_batched_tokens"] = 256
     sides = {
-        "CPU_ATTN": arguments("CPU_ATTN", **fixed),
-        "mstar": arguments("mstar", additional_config=BOUNDED, **fixed),
+        "CPU_ATTN": arguments("CPU_ATTN", dtype, **fixed),
+        "mstar": arguments("mstar", dtype, additional_config=BOUNDED, **fixed),
     }
     measures = [
         Measure(
             name="16 generations of 2,000 tokens on a pool of 8,288",
-            request={"prompt": 64, "clients": 16, "tokens": 2000, "figure": "tokens per second"},
-            unit="tokens/s",
-            more_is_better=True,
+            request={"prompt": 64, "clients": 16, "tokens": 2000},
+            figures=(THROUGHPUT,),
         )
     ]
     write(
         "pool",
+        dtype,
         "One fixed KV pool: a budget of 512 against everything",
         "B=512, P=4, pages of 32, chunks of 256.",
         table(measures, compare(sides, measures, repeats)),
     )
 
 
-BENCHMARKS: dict[str, tuple[Callable[[int], None], int]] = {
+BENCHMARKS: dict[str, tuple[Callable[[int, str], None], int]] = {
     "parity": (parity, 7),
     "retention": (retention, 5),
     "pool": (pool, 3),
@@ -245,15 +260,15 @@ BENCHMARKS: dict[str, tuple[Callable[[int], None], int]] = {
 
 
 def serve_measurements(engine: dict[str, Any]) -> None:
-    """The engine's side: a request a line on standard input, a figure a line on standard output."""
+    """The engine's side: a request a line on standard input, its figures on standard output."""
     from vllm import LLM
 
     llm = LLM(**engine, disable_log_stats=False)
     for number, line in enumerate(sys.stdin):
-        print(f"figure {measured(llm, json.loads(line), number)}", flush=True)
+        print(f"figures {json.dumps(measured(llm, json.loads(line), number))}", flush=True)
 
 
-def measured(llm: Any, request: dict[str, Any], number: int) -> float:
+def measured(llm: Any, request: dict[str, int], number: int) -> dict[str, float]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
@@ -268,19 +283,22 @@ def measured(llm: Any, request: dict[str, Any], number: int) -> float:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - started
-    if request["figure"] == "tokens per second":
-        return float(request["clients"] * request["tokens"] / elapsed)
     stats = [output.metrics for output in outputs]
-    if request["figure"] == "prefill":
-        return float(statistics.median(s.first_token_ts - s.scheduled_ts for s in stats))
     between = [(s.last_token_ts - s.first_token_ts) / (request["tokens"] - 1) for s in stats]
-    return float(1000 * statistics.median(between))
+    return {
+        THROUGHPUT.name: request["clients"] * request["tokens"] / elapsed,
+        LATENCY.name: 1000 * statistics.median(between),
+        PREFILL.name: statistics.median(s.first_token_ts - s.scheduled_ts for s in stats),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(BENCHMARKS))
     parser.add_argument("--repeats", type=int, help="turns per side")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="float32 for processors without bfloat16 instructions"
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -288,7 +306,7 @@ def main() -> None:
         return
     for what in options.what or BENCHMARKS:
         run, repeats = BENCHMARKS[what]
-        run(options.repeats or repeats)
+        run(options.repeats or repeats, options.dtype)
 
 
 if __name__ == "__main__":

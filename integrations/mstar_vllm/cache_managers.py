@@ -17,10 +17,16 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_plugin.kv.retention import first_release, protected_pages, released_pages
+from mstar_plugin.kv.retention import (
+    copy_page,
+    first_release,
+    protected_pages,
+    released_pages,
+)
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.metrics import Counts, counts_writer
 from mstar_vllm.policy import request_policy
+from mstar_vllm.positions import copied_pages
 from mstar_vllm.ring_managers import RingManager
 from mstar_vllm.ring_specs import RingSpec
 from mstar_vllm.scheduler_hooks import hook_scheduler
@@ -38,9 +44,8 @@ def register_specs() -> None:
 class RetentionManager(SingleTypeKVCacheManager):
     """Blocks of layers whose requests may be bounded.
 
-    A request's own policy is known from its first `cache_blocks` on, that is before any of its
-    blocks can be due for release. It is kept over a preemption, which vLLM does not tell from the
-    request's end.
+    A request's own policy is known from its arrival on. It is kept over a preemption, which vLLM
+    does not tell from the request's end.
     """
 
     kv_cache_spec: RetentionSpec
@@ -59,6 +64,18 @@ class RetentionManager(SingleTypeKVCacheManager):
     def policy_of(self, request_id: str) -> RetentionPolicy | None:
         """The policy that holds for a request, the server's where it brought none."""
         return self._own_policies.get(request_id, self.kv_cache_spec.policy)
+
+    def learn(self, request: Request) -> RetentionPolicy | None:
+        """Remember a request's own policy; returns the one that holds for it."""
+        params = request.sampling_params
+        extra = params.extra_args if params else None
+        server = self.kv_cache_spec.policy
+        policy = request_policy(extra, server, request.num_prompt_tokens)
+        if policy is not None and policy is not server:
+            self._own_policies[request.request_id] = policy
+            self._own_policies.move_to_end(request.request_id)
+            self._forget_oldest()
+        return policy
 
     def remove_skipped_blocks(
         self,
@@ -97,11 +114,31 @@ class RetentionManager(SingleTypeKVCacheManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
+        num_tokens = self._with_copies(request_id, num_tokens)
         own = self._own_policies.get(request_id)
         if own is not None and kwargs.get("apply_admission_cap"):
             cap = self.kv_cache_spec.cap_blocks(own)
             num_tokens = min(num_tokens, (cap or 0) * self.block_size)
         return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        return super().allocate_new_blocks(
+            request_id, self._with_copies(request_id, num_tokens), num_tokens_main_model
+        )
+
+    def _with_copies(self, request_id: str, num_tokens: int) -> int:
+        """Tokens that the request's blocks must have room for, its turned copies included."""
+        policy = self.policy_of(request_id)
+        page = self.kv_cache_spec.page_tokens
+        copies = copied_pages(policy, page)
+        if policy is None or not copies:
+            return num_tokens
+        budget, prefix, last = policy.context_budget, policy.protected_prefix, num_tokens - 1
+        if not released_pages(last, budget, prefix, page):
+            return num_tokens
+        return (copy_page(last, budget, prefix, page) + copies) * page
 
     def cache_blocks(
         self,
@@ -111,7 +148,7 @@ class RetentionManager(SingleTypeKVCacheManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        policy = self._learn(request)
+        policy = self.learn(request)
         if not self._shares_blocks:
             return
         if policy is not None:
@@ -152,18 +189,6 @@ class RetentionManager(SingleTypeKVCacheManager):
         del hits[length // block_size :]
         groups = range(len(kv_cache_group_ids))
         return tuple([blocks[group] for blocks in hits] for group in groups), length
-
-    def _learn(self, request: Request) -> RetentionPolicy | None:
-        """Remember a request's own policy; returns the one that holds for it."""
-        params = request.sampling_params
-        extra = params.extra_args if params else None
-        server = self.kv_cache_spec.policy
-        policy = request_policy(extra, server, request.num_prompt_tokens)
-        if policy is not None and policy is not server:
-            self._own_policies[request.request_id] = policy
-            self._own_policies.move_to_end(request.request_id)
-            self._forget_oldest()
-        return policy
 
     def _forget_oldest(self) -> None:
         while len(self._own_policies) > _REMEMBERED_REQUESTS:

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import max_resident_pages
+from mstar_vllm.positions import ABSOLUTE, policy_with, positions_of, spare_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +34,8 @@ class RetentionSpec(AttentionSpec):
     """The server's budget in tokens; None where only requests bring policies."""
     protected_prefix: int = 0
     """The server's protected tokens."""
+    positions: str = ABSOLUTE
+    """How the server's requests see their protected keys, see `mstar_vllm.positions`."""
     in_flight_tokens: int = 0
     """Tokens that can be scheduled and not yet settled, lookahead included."""
     release_tokens: int | None = None
@@ -48,18 +51,19 @@ class RetentionSpec(AttentionSpec):
         """The server's policy."""
         if self.context_budget is None:
             return None
-        return RetentionPolicy(self.context_budget, self.protected_prefix)
+        return policy_with(self.context_budget, self.protected_prefix, self.positions)
 
     def cap_blocks(self, policy: RetentionPolicy | None) -> int | None:
         """Most blocks a request under `policy` holds at once; None where nothing bounds it."""
         if policy is None:
             return None
-        return max_resident_pages(
+        resident = max_resident_pages(
             policy.context_budget,
             policy.protected_prefix,
             self.page_tokens,
             self.in_flight_tokens,
         )
+        return resident + spare_pages(policy, self.page_tokens)
 
     def admission_cap(self) -> int | None:
         """Most blocks any request of this server holds: a page more than the server's own policy.
@@ -70,9 +74,12 @@ class RetentionSpec(AttentionSpec):
         return None if cap is None else cap + 1
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        blocks = self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len)
         cap = self.admission_cap()
         return min(blocks, cap or blocks) * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return cdiv(max_len, self.block_size) + spare_pages(self.policy, self.page_tokens)
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size, release_tokens=self.page_tokens)
@@ -90,6 +97,7 @@ def converted(
         drop=NOT_OURS,
         context_budget=policy.context_budget if policy else None,
         protected_prefix=policy.protected_prefix if policy else 0,
+        positions=positions_of(policy),
         in_flight_tokens=in_flight_tokens,
     )
 

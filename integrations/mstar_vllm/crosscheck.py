@@ -32,7 +32,7 @@ def built_layers(vllm_config: VllmConfig) -> tuple[BuiltLayer, ...]:
     found: dict[int, BuiltLayer] = {}
     for name, layer in layers.items():
         if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER:
-            index = _layer_index(name)
+            index = layer_index(name)
             if index is not None and index not in found:
                 found[index] = _built(index, layer)
     return tuple(found[index] for index in sorted(found))
@@ -82,7 +82,8 @@ def _expected(layer: LayerKV, num_ranks: int) -> dict[str, int | None]:
     }
 
 
-def _layer_index(name: str) -> int | None:
+def layer_index(name: str) -> int | None:
+    """The decoder layer that a module's name speaks of. Example: "model.layers.3.attn" -> 3."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return numbers[0] if len(numbers) == 1 else None
 

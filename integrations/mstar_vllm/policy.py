@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_vllm.settings import token_count
+from mstar_vllm.positions import ABSOLUTE, POSITIONS, ROLLING, policy_with, positions_of
+from mstar_vllm.settings import shown, token_count
 
 BUDGET_KEY = "mstar_context_budget"
 PREFIX_KEY = "mstar_protected_prefix"
+POSITIONS_KEY = "mstar_positions"
 PROMPT = "prompt"
-_KEYS = (BUDGET_KEY, PREFIX_KEY)
+_KEYS = (BUDGET_KEY, PREFIX_KEY, POSITIONS_KEY)
 
 
 class PolicyError(ValueError):
@@ -46,8 +48,32 @@ def request_policy(
     assert extra_args is not None
     prefix = _prefix(extra_args.get(PREFIX_KEY), server, num_prompt_tokens)
     budget = _budget(extra_args.get(BUDGET_KEY), server, prefix)
+    positions = _positions(extra_args.get(POSITIONS_KEY), server)
     _check_total(budget, prefix, server)
-    return RetentionPolicy(context_budget=budget, protected_prefix=prefix)
+    if positions == ROLLING:
+        _check_rolling(prefix, server)
+    return policy_with(budget, prefix, positions)
+
+
+def bound_policy(extra_args: Mapping[str, Any]) -> RetentionPolicy:
+    """The policy of a request that `policy_arguments` has written, whatever the server's."""
+    return policy_with(
+        extra_args[BUDGET_KEY], extra_args[PREFIX_KEY], extra_args.get(POSITIONS_KEY, ABSOLUTE)
+    )
+
+
+def policy_arguments(policy: RetentionPolicy) -> dict[str, Any]:
+    """The keys that say `policy` in full."""
+    return {
+        BUDGET_KEY: policy.context_budget,
+        PREFIX_KEY: policy.protected_prefix,
+        POSITIONS_KEY: positions_of(policy),
+    }
+
+
+def first_key(extra_args: Mapping[str, Any]) -> str:
+    """The key to name where a request cannot bring a policy at all."""
+    return next(key for key in _KEYS if key in extra_args)
 
 
 def check_keys(extra_args: Mapping[str, Any] | None) -> None:
@@ -76,9 +102,7 @@ def _budget(value: Any, server: RetentionPolicy | None, prefix: int) -> int:
         except ValueError as error:
             raise PolicyError(BUDGET_KEY, str(error)) from None
     if server is None:
-        raise PolicyError(
-            BUDGET_KEY, f"{BUDGET_KEY} is needed with {PREFIX_KEY} where the server sets no policy"
-        )
+        raise PolicyError(BUDGET_KEY, f"{BUDGET_KEY} is needed where the server sets no policy")
     left = server.context_budget + server.protected_prefix - prefix
     if left < 1:
         raise PolicyError(
@@ -87,6 +111,34 @@ def _budget(value: Any, server: RetentionPolicy | None, prefix: int) -> int:
             f"{server.context_budget + server.protected_prefix} tokens, got {prefix}",
         )
     return left
+
+
+def _positions(value: Any, server: RetentionPolicy | None) -> str:
+    if value is None:
+        return positions_of(server)
+    if value not in POSITIONS:
+        raise PolicyError(
+            POSITIONS_KEY,
+            f"{POSITIONS_KEY} must be one of {', '.join(POSITIONS)}, got {shown(value)}",
+        )
+    return str(value)
+
+
+def _check_rolling(prefix: int, server: RetentionPolicy | None) -> None:
+    """Copies of protected pages take memory, which the server reserved for its own prefix."""
+    if positions_of(server) != ROLLING:
+        raise PolicyError(
+            POSITIONS_KEY,
+            f"{POSITIONS_KEY} can be {ROLLING!r} only where the server's retention has it; "
+            f"leave it out, or start the server with 'positions': '{ROLLING}'",
+        )
+    assert server is not None
+    if prefix > server.protected_prefix:
+        raise PolicyError(
+            PREFIX_KEY,
+            f"{PREFIX_KEY} must not exceed the server's {server.protected_prefix} with rolling "
+            f"positions, got {prefix}; lower it or send {POSITIONS_KEY} {ABSOLUTE!r}",
+        )
 
 
 def _check_total(budget: int, prefix: int, server: RetentionPolicy | None) -> None:

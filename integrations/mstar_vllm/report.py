@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.positions import positions_of
 from mstar_vllm.ring_specs import RingSpec
 from mstar_vllm.serving import GENERIC, ServingPlan
 
@@ -117,7 +118,7 @@ def _policy_lines(
     without = _requests_that_fit(vllm_config, _without_policy(kv_cache_config))
     return [
         f"mstar bounds requests to {policy.context_budget:,} tokens behind "
-        f"{policy.protected_prefix:,} protected: at most "
+        f"{policy.protected_prefix:,} protected, at {positions_of(policy)} positions: at most "
         f"{', '.join(str(cap) for cap in sorted(caps))} pages per request and group; "
         f"{without:,.1f} requests would fit without the policy"
     ]

@@ -15,7 +15,9 @@ from mstar_vllm.policy import (
     PREFIX_KEY,
     PolicyError,
     check_keys,
+    first_key,
     has_policy,
+    policy_arguments,
     request_policy,
 )
 from mstar_vllm.serving import ServingPlan, serving_plan
@@ -45,15 +47,13 @@ def bind_policy(request: Any, plan: ServingPlan, max_model_len: int) -> None:
     if not has_policy(params.extra_args):
         return
     if plan.obstacle is not None:
-        raise PolicyError(_first_key(params), f"this server cannot bound requests: {plan.obstacle}")
+        raise PolicyError(
+            first_key(params.extra_args), f"this server cannot bound requests: {plan.obstacle}"
+        )
     policy = request_policy(params.extra_args, plan.retention, _prompt_length(request))
     assert policy is not None
     _check_fits(policy, max_model_len)
-    params.extra_args = {
-        **params.extra_args,
-        BUDGET_KEY: policy.context_budget,
-        PREFIX_KEY: policy.protected_prefix,
-    }
+    params.extra_args = {**params.extra_args, **policy_arguments(policy)}
     request.cache_salt = _salt(request.cache_salt, policy)
 
 
@@ -93,7 +93,7 @@ def _to_beam_search_params(
     if has_policy(request.vllm_xargs):
         from vllm.exceptions import VLLMValidationError
 
-        key = BUDGET_KEY if BUDGET_KEY in request.vllm_xargs else PREFIX_KEY
+        key = first_key(request.vllm_xargs)
         raise VLLMValidationError(
             f"{key} cannot be used with beam search; leave out one of the two", parameter=key
         )
@@ -124,9 +124,6 @@ def _check_fits(policy: RetentionPolicy, max_model_len: int) -> None:
         )
 
 
-def _first_key(params: Any) -> str:
-    return BUDGET_KEY if BUDGET_KEY in params.extra_args else PREFIX_KEY
-
-
 def _salt(salt: str | None, policy: RetentionPolicy) -> str:
-    return f"{salt or ''}|mstar:{policy.context_budget}:{policy.protected_prefix}"
+    named = ":".join(str(value) for value in policy_arguments(policy).values())
+    return f"{salt or ''}|mstar:{named}"

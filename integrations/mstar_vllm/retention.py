@@ -10,6 +10,7 @@ from mstar_plugin.kv.config import RetentionPolicy
 from mstar_vllm import rows, session
 from mstar_vllm.cache_specs import RetentionSpec, converted
 from mstar_vllm.plugin import BACKEND_NAME
+from mstar_vllm.positions import ROLLING, positions_of
 from mstar_vllm.visibility import RowLimits, limits_of
 
 if TYPE_CHECKING:
@@ -51,10 +52,16 @@ class BatchLimits:
         return self._per_row(own, num_rows)
 
     def _per_row(self, own: rows.RowPolicies, num_rows: int) -> RowLimits:
-        known: dict[RetentionPolicy | None, tuple[int, int]] = {}
+        known: dict[RetentionPolicy | None, tuple[int, int, bool]] = {}
         policies = [policy or self._server for policy in own]
         policies += [self._server] * (num_rows - len(policies))
         for policy in set(policies):
-            known[policy] = limits_of(policy, self._page_tokens)
-        pairs = np.array([known[policy] for policy in policies[:num_rows]], dtype=np.int64)
-        return RowLimits(dense=pairs[:, 0], head_pages=pairs[:, 1], page_tokens=self._page_tokens)
+            rolls = positions_of(policy) == ROLLING
+            known[policy] = (*limits_of(policy, self._page_tokens), rolls)
+        columns = np.array([known[policy] for policy in policies[:num_rows]], dtype=np.int64)
+        return RowLimits(
+            dense=columns[:, 0],
+            head_pages=columns[:, 1],
+            page_tokens=self._page_tokens,
+            rolling=columns[:, 2].astype(bool),
+        )

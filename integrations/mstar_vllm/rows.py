@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_vllm.policy import has_policy, request_policy
+from mstar_vllm.policy import bound_policy, has_policy
 
 RowPolicies = Sequence[RetentionPolicy | None]
 _published: RowPolicies | None = None
@@ -48,9 +48,7 @@ def _update_states(original: Callable[..., Any], runner: Any, scheduler_output: 
     for request in scheduler_output.scheduled_new_reqs:
         params = request.sampling_params
         if params is not None and has_policy(params.extra_args):
-            policy = request_policy(params.extra_args, None, len(request.prompt_token_ids or ()))
-            assert policy is not None
-            policies[request.req_id] = policy
+            policies[request.req_id] = bound_policy(params.extra_args)
     return original(runner, scheduler_output)
 
 

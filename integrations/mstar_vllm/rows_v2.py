@@ -15,7 +15,7 @@ import torch
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_vllm import compat
-from mstar_vllm.policy import has_policy, request_policy
+from mstar_vllm.policy import bound_policy, has_policy
 
 
 class SlotPolicies:
@@ -31,8 +31,7 @@ class SlotPolicies:
         params = request.sampling_params
         if params is None or not has_policy(params.extra_args):
             return
-        prompt_tokens = len(request.prompt_token_ids or ())
-        self.by_slot[slot] = request_policy(params.extra_args, None, prompt_tokens)
+        self.by_slot[slot] = bound_policy(params.extra_args)
         self._slot_of[request_id] = slot
         self.version += 1
 

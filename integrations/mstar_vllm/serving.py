@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from mstar_plugin.adapters import Adapter, find_adapter
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import LayerKind, ModelKV
+from mstar_vllm.positions import ROLLING, positions_of
 from mstar_vllm.ring_plan import RingPlan, ring_plan
+from mstar_vllm.rolling_start import check_rolling
 from mstar_vllm.settings import Settings, settings_of
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     retention = settings.retention
     if retention is None and obstacle is None and model is not None:
         retention = model.retention
+    if positions_of(retention) == ROLLING:
+        check_rolling(vllm_config, model)
     return ServingPlan(
         settings=settings,
         adapter=name,

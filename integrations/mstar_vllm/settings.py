@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mstar_plugin.kv.config import RetentionPolicy
+from mstar_vllm.positions import ABSOLUTE, POSITIONS, policy_with
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +58,7 @@ def settings_of(vllm_config: VllmConfig) -> Settings:
 def token_count(name: str, value: Any, minimum: int) -> int:
     """`value` as a number of tokens of at least `minimum`; ValueError naming `name` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number of tokens, got {_shown(value)}")
+        raise ValueError(f"{name} must be a whole number of tokens, got {shown(value)}")
     if not minimum <= value <= MAX_TOKENS:
         raise ValueError(f"{name} must be between {minimum} and {MAX_TOKENS}, got {value}")
     return value
@@ -65,26 +66,31 @@ def token_count(name: str, value: Any, minimum: int) -> int:
 
 def _policy(values: Any) -> RetentionPolicy:
     where = f"{_WHERE}['retention']"
-    table = _table(values, where, ("context_budget", "protected_prefix"))
+    table = _table(values, where, ("context_budget", "protected_prefix", "positions"))
     if "context_budget" not in table:
         raise ValueError(f"{where} needs 'context_budget', got {sorted(table)}")
-    return RetentionPolicy(
-        context_budget=token_count(f"{where}['context_budget']", table["context_budget"], 1),
-        protected_prefix=token_count(
-            f"{where}['protected_prefix']", table.get("protected_prefix", 0), 0
-        ),
+    positions = table.get("positions", ABSOLUTE)
+    if positions not in POSITIONS:
+        raise ValueError(
+            f"{where}['positions'] must be one of {', '.join(POSITIONS)}, got {shown(positions)}"
+        )
+    return policy_with(
+        token_count(f"{where}['context_budget']", table["context_budget"], 1),
+        token_count(f"{where}['protected_prefix']", table.get("protected_prefix", 0), 0),
+        positions,
     )
 
 
 def _table(values: Any, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} must be a table, got {_shown(values)}")
+        raise ValueError(f"{where} must be a table, got {shown(values)}")
     unknown = sorted(str(key) for key in values if key not in known)
     if unknown:
         raise ValueError(f"{where} knows {', '.join(known)}, got {', '.join(unknown)}")
     return values
 
 
-def _shown(value: Any, limit: int = 40) -> str:
+def shown(value: Any, limit: int = 40) -> str:
+    """`value` as an error names it, cut at `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -19,6 +19,7 @@ import torch
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import dense_tokens, protected_pages
+from mstar_vllm.positions import ROLLING, positions_of
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -33,18 +34,24 @@ class RowLimits:
 
     dense: `[R]` or scalar int64, tokens stored before the release clock starts; `UNBOUNDED` for
     none. head_pages: `[R]` or scalar int64, pages that are never released. page_tokens: tokens of a
-    page.
+    page. rolling: `[R]` or scalar bool, whether the head pages are seen at a distance that stays.
     """
 
     dense: Any
     head_pages: Any
     page_tokens: int
+    rolling: Any = False
 
     @classmethod
     def of_policy(cls, policy: RetentionPolicy, page_tokens: int) -> RowLimits:
         """Limits of a batch whose requests all have the same policy."""
         dense, head = limits_of(policy, page_tokens)
-        return cls(dense=dense, head_pages=head, page_tokens=page_tokens)
+        return cls(
+            dense=dense,
+            head_pages=head,
+            page_tokens=page_tokens,
+            rolling=positions_of(policy) == ROLLING,
+        )
 
     def reach(self) -> int:
         """The longest sequence of which no page is released, whatever its row."""
@@ -111,18 +118,24 @@ def split_rows(query_lens: IntArray, seq_lens: IntArray, limits: RowLimits) -> S
 
 
 def compact_tables(
-    tables: npt.NDArray[np.int32], rows: SplitRows, limits: RowLimits, block_tokens: int
+    tables: npt.NDArray[np.int32],
+    rows: SplitRows,
+    limits: RowLimits,
+    block_tokens: int,
+    head_shift: IntArray | None = None,
 ) -> npt.NDArray[np.int32]:
     """Tables of the rows with the released pages' columns left out, `[V, W']` int32.
 
-    tables: `[R, W]` in kernel blocks of `block_tokens` tokens, which divide the page.
+    tables: `[R, W]` in kernel blocks of `block_tokens` tokens, which divide the page. head_shift:
+    `[V]` pages that the row's head is read behind its own place, None for none.
     """
     per_page = limits.page_tokens // block_tokens
     width = max(1, -(-int(rows.seq_lens.max()) // block_tokens))
     columns = np.arange(width)
     head = np.broadcast_to(limits.head_pages, (len(tables),))[rows.request] * per_page
     gap = rows.released * per_page
-    source = columns + np.where(columns >= head[:, None], gap[:, None], 0)
+    shift = 0 if head_shift is None else (head_shift * per_page)[:, None]
+    source = columns + np.where(columns >= head[:, None], gap[:, None], shift)
     np.minimum(source, tables.shape[1] - 1, out=source)
     visible: npt.NDArray[np.int32] = tables[rows.request[:, None], source]
     return visible

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mstar_vllm import compat, session
+from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_count
 from mstar_vllm.metrics import leave_bytes_per_page
 from mstar_vllm.plugin import BACKEND_NAME, is_selected
+from mstar_vllm.positions import ROLLING, positions_of
 from mstar_vllm.report import report_lines, warnings
 from mstar_vllm.ring_specs import ring_specs
+from mstar_vllm.rolling_start import give_layers_their_turn
 from mstar_vllm.serving import drafts_with_a_model
 
 
@@ -56,7 +59,17 @@ def _initialize_kv_cache(
 ) -> Any:
     if not is_profiling and is_selected(runner.vllm_config):
         check_and_report(runner.vllm_config, kv_cache_config)
+        _prepare_rolling(runner.vllm_config, kv_cache_config)
     return original(runner, kv_cache_config, is_profiling, *args, **kwargs)
+
+
+def _prepare_rolling(vllm_config: Any, kv_cache_config: Any) -> None:
+    plan = session.activate(vllm_config).plan
+    if plan.model is None or positions_of(plan.retention) != ROLLING:
+        return
+    for group in kv_cache_config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, RetentionSpec):
+            give_layers_their_turn(vllm_config, plan.model, group.layer_names)
 
 
 def check_and_report(vllm_config: Any, kv_cache_config: Any) -> None:

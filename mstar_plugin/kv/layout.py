@@ -104,7 +104,8 @@ class StreamLayout:
 
         Without retention `ceil(slots / S)`. With it the stream is a window that `caps` does not
         enlarge: `ceil((max(P + B, ceil(P / S) * S) + S + step) / S)`, where `S` covers what a
-        commit may leave over the budget and `step` is the largest single write behind the prefix.
+        commit may leave over the budget and `step` is the most one write puts behind the prefix,
+        its scratch included.
         Example: span 180, growth 3120, P=180, B=6240, S=128 -> 76.
         """
         if self.retention is None:
@@ -161,8 +162,7 @@ class StreamLayout:
         end = 0
         for span in self.spans:
             end += span.length
-            if end > protected_prefix:
-                yield span.length + span.scratch
+            yield min(span.length, end - protected_prefix) + span.scratch
 
 
 def require_count(name: str, value: int, minimum: int) -> None:

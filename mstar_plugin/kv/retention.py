@@ -66,6 +66,18 @@ def max_resident_pages(
     return -(-(dense + page_size + in_flight_tokens) // page_size)
 
 
+def copy_page(num_stored: int, context_budget: int, protected_prefix: int, page_size: int) -> int:
+    """First page index that no query of the same release as that at `num_stored` fills.
+
+    `(D - 1) // S + r + 2` with `r` from `released_pages`: where a stream keeps the copies of its
+    protected pages that are turned for this release. Grows by one with each release.
+    Example: B=24, P=7, S=8 -> 6 for n=39 to 46, whose queries end in page 5.
+    """
+    dense = dense_tokens(context_budget, protected_prefix, page_size)
+    released = released_pages(num_stored, context_budget, protected_prefix, page_size)
+    return (dense - 1) // page_size + released + 2
+
+
 def visible_positions(
     num_stored: int, context_budget: int, protected_prefix: int, page_size: int
 ) -> list[range]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mstar_plugin.kv.config import PrefixSpan, RetentionPolicy, StreamLayout
@@ -153,6 +153,7 @@ def pages_over_time(layout: StreamLayout, iterations: int, page_size: int) -> li
     page_size=st.integers(1, 16),
     iterations=st.integers(0, 30),
 )
+@example(prefix=0, later=[(0, 3)], growth=[], scratch=0, budget=1, page_size=1, iterations=0)
 def test_a_window_never_outgrows_its_bound(
     prefix: int,
     later: list[tuple[int, int]],

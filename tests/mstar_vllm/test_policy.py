@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_vllm.policy import PolicyError, check_keys, has_policy, request_policy
+from mstar_vllm.policy import (
+    PolicyError,
+    bound_policy,
+    check_keys,
+    has_policy,
+    policy_arguments,
+    request_policy,
+)
+from mstar_vllm.positions import RollingPolicy
 
 SERVER = RetentionPolicy(512, 64)
 BUDGET, PREFIX = "mstar_context_budget", "mstar_protected_prefix"
+POSITIONS = "mstar_positions"
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}])
@@ -83,3 +92,40 @@ def test_an_accepted_policy_is_never_looser_than_the_server(budget: int, prefix:
         return
     assert policy is not None
     assert policy.context_budget + policy.protected_prefix <= 576
+
+
+ROLLING = RollingPolicy(512, 64)
+
+
+def test_positions_are_the_servers_unless_the_request_says() -> None:
+    assert request_policy({BUDGET: 100}, ROLLING, 10) == RollingPolicy(100, 64)
+    absolute = {BUDGET: 100, POSITIONS: "absolute"}
+    assert request_policy(absolute, ROLLING, 10) == RetentionPolicy(100, 64)
+
+
+def test_with_nothing_protected_positions_make_no_difference() -> None:
+    assert request_policy({PREFIX: 0}, ROLLING, 10) == RetentionPolicy(576, 0)
+
+
+@pytest.mark.parametrize("server", [None, SERVER])
+def test_rolling_positions_need_a_server_that_has_them(server: RetentionPolicy | None) -> None:
+    with pytest.raises(PolicyError, match="only where the server's") as refused:
+        request_policy({BUDGET: 100, PREFIX: 4, POSITIONS: "rolling"}, server, 10)
+    assert refused.value.parameter == POSITIONS
+
+
+def test_a_rolling_prefix_is_at_most_what_the_server_reserved_copies_for() -> None:
+    with pytest.raises(PolicyError, match="must not exceed the server's 64 with rolling"):
+        request_policy({BUDGET: 100, PREFIX: 65}, ROLLING, 10)
+
+
+@pytest.mark.parametrize("value", [True, 1, "rolled", ["rolling"], float("nan")])
+def test_wrong_positions_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(PolicyError, match="must be one of absolute, rolling") as refused:
+        request_policy({BUDGET: 100, POSITIONS: value}, ROLLING, 10)
+    assert refused.value.parameter == POSITIONS
+
+
+def test_a_bound_policy_is_read_back_as_it_was_written() -> None:
+    for policy in (ROLLING, SERVER, RetentionPolicy(7, 0)):
+        assert bound_policy(policy_arguments(policy)) == policy

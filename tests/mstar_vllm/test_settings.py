@@ -42,6 +42,8 @@ def test_the_protected_prefix_defaults_to_none_protected() -> None:
         (retention(context_budget=2**63), "['context_budget']"),
         (retention(context_budget=1, protected_prefix=-1), "['protected_prefix']"),
         (retention(context_budget=1, protected_prefix=False), "['protected_prefix']"),
+        (retention(context_budget=1, positions="rolled"), "['positions']"),
+        (retention(context_budget=1, positions=True), "['positions']"),
         ({"kernels": "triton"}, "['kernels']"),
     ],
 )

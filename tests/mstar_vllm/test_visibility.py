@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_batches import Batch
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import visible_positions
@@ -26,27 +24,6 @@ POLICIES = st.one_of(
     st.none(),
     st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70)),
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The fields of vLLM's batch that the transform reads and writes."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu_upper_bound: torch.Tensor
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    is_prefilling: torch.Tensor
-    causal: Any = True
-    _num_computed_tokens_cache: Any = None
-    _token_to_req_indices_cache: Any = None
-
-    def replace(self, **changes: Any) -> Batch:
-        return replace(self, **changes)
 
 
 def batch_of(query_lens: list[int], seq_lens: list[int], block: int) -> Batch:

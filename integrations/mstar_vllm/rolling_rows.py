@@ -1,0 +1,137 @@
+"""Rows that see the protected keys at a distance that stays.
+
+Such a row reads copies of its head pages, turned by the tokens that were released for it. A request
+has room for one set of copies, behind the pages that its tokens fill. Rows of one request that need
+different copies therefore follow one another, in waves: each wave makes its copies, then attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mstar_vllm.copy_ledger import Copies, CopyLedger, IntArray
+from mstar_vllm.visibility import RowLimits, SplitRows, compact_tables, split_rows, with_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Rows that attend at once. tokens: `[T]` int64, their places in the step's batch, None where
+    the wave is the whole batch. copies: made before the rows attend.
+    """
+
+    batch: CommonAttentionMetadata
+    tokens: torch.Tensor | None
+    copies: Copies
+
+
+class RollingRows:
+    """Cuts the batches of one group of layers into waves."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._ledger = CopyLedger()
+
+    def waves(self, batch: CommonAttentionMetadata, limits: RowLimits) -> list[Wave]:
+        """The waves of a batch in host memory; none where no row reads copies."""
+        slots = batch.slot_mapping[: batch.num_actual_tokens].numpy()
+        self._ledger.note_writes(np.unique(slots[slots >= 0] // self._block_tokens))
+        seq_lens = batch.seq_lens.numpy().astype(np.int64)
+        query_lens = np.diff(batch.query_start_loc.numpy()).astype(np.int64)
+        rows = split_rows(query_lens, seq_lens, limits)
+        shift = head_shifts(rows, limits)
+        if not shift.any():
+            return []
+        tables = batch.block_table_tensor.numpy()
+        visible = compact_tables(tables, rows, limits, self._block_tokens, shift)
+        order = wave_numbers(rows, shift)
+        return [
+            self._wave(batch, rows, order == number, visible, head_copies)
+            for number, head_copies in enumerate(self._copies(tables, rows, limits, shift, order))
+        ]
+
+    def _copies(
+        self,
+        tables: npt.NDArray[np.int32],
+        rows: SplitRows,
+        limits: RowLimits,
+        shift: IntArray,
+        order: IntArray,
+    ) -> list[Copies]:
+        """Per wave, the copies that are not in place yet when its turn comes."""
+        per_page = limits.page_tokens // self._block_tokens
+        head = np.broadcast_to(limits.head_pages, (len(tables),))[rows.request]
+        found = []
+        for number in range(int(order.max()) + 1):
+            readers = np.flatnonzero((order == number) & (shift > 0))
+            row = np.repeat(readers, head[readers] * per_page)
+            column = np.concatenate([np.arange(head[i] * per_page) for i in readers])
+            request = rows.request[row]
+            copies = Copies(
+                sources=tables[request, column].astype(np.int64),
+                targets=tables[request, column + shift[row] * per_page].astype(np.int64),
+                turns=rows.released[row] * limits.page_tokens,
+            )
+            found.append(self._ledger.take_missing(copies))
+        return found
+
+    def _wave(
+        self,
+        batch: CommonAttentionMetadata,
+        rows: SplitRows,
+        chosen: npt.NDArray[np.bool_],
+        tables: npt.NDArray[np.int32],
+        copies: Copies,
+    ) -> Wave:
+        if chosen.all():
+            return Wave(batch=with_rows(batch, rows, tables), tokens=None, copies=copies)
+        starts = np.cumsum(rows.query_lens) - rows.query_lens
+        tokens = np.concatenate(
+            [starts[i] + np.arange(rows.query_lens[i]) for i in np.flatnonzero(chosen)]
+        )
+        part = SplitRows(
+            request=rows.request[chosen],
+            query_lens=rows.query_lens[chosen],
+            seq_lens=rows.seq_lens[chosen],
+            released=rows.released[chosen],
+        )
+        smaller = with_rows(batch, part, np.ascontiguousarray(tables[chosen]))
+        return Wave(
+            batch=smaller.replace(num_actual_tokens=len(tokens)),
+            tokens=torch.from_numpy(tokens),
+            copies=copies,
+        )
+
+
+def head_shifts(rows: SplitRows, limits: RowLimits) -> IntArray:
+    """Pages between a row's head and the copies it reads, `[V]`; 0 where it reads the head itself.
+
+    All rows of a request have their copies at one place: behind every page that this step fills.
+    Example: page 8, dense 31, one protected page, released 2: the copy is page 7 (5 for the last
+    query's and one more for each release), so 7.
+    """
+    num_requests = int(rows.request.max()) + 1
+    last = np.zeros(num_requests, dtype=np.int64)
+    np.maximum.at(last, rows.request, rows.released)
+    dense, head, rolling = (
+        np.broadcast_to(values, (num_requests,))
+        for values in (limits.dense, limits.head_pages, limits.rolling)
+    )
+    place = (dense - 1) // limits.page_tokens + last + 2
+    reads = (rolling & (head > 0))[rows.request] & (rows.released > 0)
+    return np.where(reads, place[rows.request], 0)
+
+
+def wave_numbers(rows: SplitRows, shift: IntArray) -> IntArray:
+    """The wave of each row, `[V]`: a request's rows that read copies go one after the other."""
+    reads = shift > 0
+    before: IntArray = np.cumsum(reads) - reads
+    first_row = np.searchsorted(rows.request, rows.request)
+    return np.where(reads, before - before[first_row], 0)
