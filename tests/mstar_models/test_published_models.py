@@ -54,7 +54,7 @@ EXPECTED = {
     "ibm-granite/granite-4.0-h-tiny": ("4 full 4/12x128", 8_192),
     "meta-llama/Llama-2-7b-hf": ("32 full 32/32x128", 524_288),
     "meta-llama/Llama-3.1-8B": ("32 full 8/32x128", 131_072),
-    "meta-llama/Llama-4-Scout-17B-16E": (
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
         "36 chunked_8192 8/40x128 + 12 full 8/40x128",
         196_608,
     ),
@@ -122,7 +122,7 @@ def test_every_published_file_is_checked() -> None:
         ("openai/gpt-oss-20b", list(range(1, 24, 2))),
         ("allenai/Olmo-3-1025-7B", [3, 7, 11, 15, 19, 23, 27, 31]),
         ("CohereForAI/c4ai-command-r7b-12-2024", [3, 7, 11, 15, 19, 23, 27, 31]),
-        ("meta-llama/Llama-4-Scout-17B-16E", list(range(3, 48, 4))),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", list(range(3, 48, 4))),
         ("ai21labs/Jamba-v0.1", [4, 12, 20, 28]),
         ("nvidia/Nemotron-H-8B-Base-8K", [7, 18, 29, 40]),
         ("ibm-granite/granite-4.0-h-tiny", [5, 15, 25, 35]),
@@ -138,7 +138,7 @@ def test_full_layers_are_at_their_places(model_id: str, full_layers: list[int]) 
     ("model_id", "without_rotary"),
     [
         ("HuggingFaceTB/SmolLM3-3B", list(range(3, 36, 4))),
-        ("meta-llama/Llama-4-Scout-17B-16E", list(range(3, 48, 4))),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", list(range(3, 48, 4))),
         ("CohereForAI/c4ai-command-r7b-12-2024", list(range(3, 32, 4))),
         ("openai-community/gpt2", list(range(12))),
         ("ai21labs/Jamba-v0.1", [4, 12, 20, 28]),

@@ -61,10 +61,11 @@ def compared(config: dict[str, Any]) -> dict[str, Any]:
             max_model_len=1024,
         )
         vllm_config = options.create_engine_config()
+        adapter = find_adapter(vllm_config.model_config.architectures)
+        assert adapter is not None, vllm_config.model_config.architectures
+        # Before the model is built: DeepSeek's renames the rotary scheme in its configuration.
+        read_by_vllm = adapter.declare(vllm_config.model_config.hf_config)
         model = built_model(vllm_config, config)
-    adapter = find_adapter(vllm_config.model_config.architectures)
-    assert adapter is not None, vllm_config.model_config.architectures
-    read_by_vllm = adapter.declare(vllm_config.model_config.hf_config)
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = vllm_config.compilation_config.static_forward_context
     rows = [
@@ -92,7 +93,8 @@ def built_model(vllm_config: VllmConfig, config: dict[str, Any]) -> torch.nn.Mod
 
 
 def layer_row(name: str, layer: Any, modules: dict[str, Any]) -> dict[str, Any]:
-    target = layer.kv_sharing_target_layer_name
+    # Latent layers have neither sharing nor sinks.
+    target = getattr(layer, "kv_sharing_target_layer_name", None)
     rotary = modules.get(name.rsplit(".", 1)[0] + ".rotary_emb")
     return {
         "index": layer_index(name),
@@ -102,7 +104,7 @@ def layer_row(name: str, layer: Any, modules: dict[str, Any]) -> dict[str, Any]:
         "window_tokens": layer.sliding_window,
         "chunk_tokens": getattr(layer, "attention_chunk_size", None),
         "shares_kv_with": None if target is None else layer_index(target),
-        "has_sinks": layer.has_sink,
+        "has_sinks": getattr(layer, "has_sink", False),
         "soft_cap": getattr(layer.impl, "logits_soft_cap", None) or None,
         "rotary": rotary
         and {
