@@ -44,14 +44,18 @@ def check_declaration(
     """Raise ValueError with both numbers where `model` and a built layer differ.
 
     `num_ranks`: tensor-parallel ranks, over which heads are divided; KV heads of which there are
-    fewer than ranks are replicated.
+    fewer than ranks are replicated. Latent layers are built as ordinary ones where VLLM_MLA_DISABLE
+    is set, and not compared then.
     """
-    declared = {layer.index: layer for layer in model.layers if layer.kind is not LayerKind.MLA}
+    latent = _latent_indices(model)
+    declared = {layer.index: layer for layer in model.layers if layer.index not in latent}
     for layer in built:
+        if layer.index in latent and _mla_is_off():
+            continue
         if layer.index not in declared:
             raise ValueError(
-                f"adapter {adapter} must declare layer {layer.index}, which the engine built; "
-                f"it declares {sorted(declared)}"
+                f"adapter {adapter} must declare layer {layer.index}, which the engine built with "
+                f"ordinary heads; it declares such heads for {sorted(declared)}"
             )
         expected = _expected(declared[layer.index], num_ranks)
         for field, value in expected.items():
@@ -64,12 +68,24 @@ def check_declaration(
 
 def check_layer_count(model: ModelKV, built: tuple[BuiltLayer, ...], adapter: str) -> None:
     """Raise ValueError where a declared layer was not built; for servers of one pipeline stage."""
-    declared = [layer.index for layer in model.layers if layer.kind is not LayerKind.MLA]
-    if len(declared) != len(built):
+    latent = _latent_indices(model)
+    num_declared = len(model.layers) - len(latent)
+    num_built = sum(1 for layer in built if layer.index not in latent)
+    if num_declared != num_built:
         raise ValueError(
             f"adapter {adapter} must declare as many layers as the engine built: "
-            f"declared {len(declared)}, built {len(built)}"
+            f"declared {num_declared}, built {num_built}"
         )
+
+
+def _latent_indices(model: ModelKV) -> frozenset[int]:
+    return frozenset(layer.index for layer in model.layers if layer.kind is LayerKind.MLA)
+
+
+def _mla_is_off() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_MLA_DISABLE)
 
 
 def _expected(layer: LayerKV, num_ranks: int) -> dict[str, int | None]:
