@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 on success, 2 where the input cannot be used, with one sentence on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        print(_model_output(options) if options.path else _list_output(options))
+        print(_model_output(options) if options.path else _list_output(options), flush=True)
+    except BrokenPipeError:
+        # Whoever reads has had enough, as `head` does; the interpreter's own flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
