@@ -11,7 +11,8 @@ def register() -> None:
     """Entry point of the `vllm.general_plugins` group: cheap, idempotent, never raises.
 
     vLLM calls it in every process, also in those that never use this backend. A failure is kept and
-    raised by `raise_if_unusable` only where the backend is selected.
+    raised by `raise_if_unusable` only where the backend is selected. It is also logged, because
+    after some failures vLLM does not know the name.
     """
     global _failure
     try:
@@ -21,7 +22,7 @@ def register() -> None:
         _failure = None
     except Exception as error:
         _failure = error
-        logging.getLogger("mstar_vllm").debug("registration failed", exc_info=error)
+        logging.getLogger("mstar_vllm").warning("mstar could not be registered: %r", error)
 
 
 def raise_if_unusable() -> None:

@@ -10,6 +10,8 @@ import copyreg
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mstar_vllm import compat
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -20,11 +22,14 @@ FRAME_DECODER = "FrameDecoderForCausalLM"
 
 
 def install() -> None:
-    """Register the name and the hooks; a second call changes nothing."""
+    """Register the name and the hooks; a second call changes nothing.
+
+    The hooks come right behind the name: they raise what fails later, where the name is selected.
+    """
     _register_name()
+    _hook_platform()
     _register_reducer()
     _register_models()
-    _hook_platform()
 
 
 def backend_member() -> Any:
@@ -97,8 +102,6 @@ def _hook_platform() -> None:
     platform = type(current_platform)
     if _HOOKED in vars(platform):
         return
-    from mstar_vllm import compat
-
     compat.wrap_classmethod(platform, "check_and_update_config", _check_and_update_config)
     compat.wrap_classmethod(platform, "get_attn_backend_cls", _get_attn_backend_cls)
     compat.wrap_classmethod(
@@ -159,6 +162,8 @@ def _register_custom_kv_cache_specs(
     original: Callable[..., None], vllm_config: VllmConfig | None
 ) -> None:
     original(vllm_config)
+    if vllm_config is not None and not is_selected(vllm_config):
+        return
     from mstar_vllm.cache_managers import register_specs
 
     register_specs()

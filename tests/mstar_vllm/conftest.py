@@ -20,6 +20,13 @@ import pytest
 HERE = Path(__file__).resolve().parent
 # Engines use every core, whatever the tests' own process is limited to, and do not spin.
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
+COMMAND_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **THREADS,
+}
+VLLM = str(Path(sys.executable).with_name("vllm"))
 Job = dict[str, Any]
 Result = dict[str, Any]
 
@@ -68,6 +75,23 @@ def masked_logprobs(
     return run
 
 
+@pytest.fixture(scope="session")
+def vllm_command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `vllm ARGUMENTS` to its end; what it printed is in `stdout`."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [VLLM, *arguments],
+            env={**os.environ, **COMMAND_ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+
+    return run
+
+
 @dataclass(frozen=True)
 class Server:
     """A running `vllm serve`: where it listens and what it has printed so far."""
@@ -101,18 +125,11 @@ def start_server(
     model: Path, port: int, log: Path, flags: Iterable[str], environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start `vllm serve` in a session of its own, so that ending it ends its workers."""
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        **THREADS,
-    }
+    command = [VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
-            env={**os.environ, **defaults, **environment},
+            env={**os.environ, **COMMAND_ENVIRONMENT, **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -105,6 +106,52 @@ def test_a_server_without_us_is_not_checked(configure: Callable[..., Any]) -> No
     assert config.additional_config == {"mstar": {"typo": 1}}
 
 
+def test_an_unsupported_engine_is_refused_with_both_versions(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.31.2")
+    with pytest.raises(RuntimeError, match=r"mstar supports vLLM 0\.32, 0\.33, found 0\.31\.2"):
+        configure()
+    configure(attention_backend="CPU_ATTN")
+
+
+STOCK_ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+llm = LLM(model=sys.argv[1], attention_backend="CPU_ATTN", max_model_len=256, enforce_eager=True)
+llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2), use_tqdm=False)
+touched = [
+    f"{owner.__name__}.{name}"
+    for owner in (*CPUModelRunner.__mro__, Scheduler, InputProcessor)
+    for name, value in vars(owner).items()
+    if hasattr(value, "_mstar_wrapper")
+]
+modules = sorted(name for name in sys.modules if name.startswith("mstar"))
+print(json.dumps({"touched": touched, "modules": modules}))
+"""
+
+
+@pytest.mark.slow
+def test_a_stock_engine_runs_none_of_our_code_but_the_registration(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOCK_ENGINE, str(tiny_model("llama-9-3"))],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["touched"] == []
+    assert found["modules"] == ["mstar_vllm", "mstar_vllm.compat", "mstar_vllm.plugin"]
+
+
 COMMANDS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a misspelt key": (
         ["--additional-config", json.dumps({"mstar": {"retentoin": {}}})],
@@ -113,25 +160,49 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str], str]] = {
     ),
     "a misspelt backend": (["--attention-backend", "mstarr"], {}, "MSTARR"),
     "plugins without us": ([], {"VLLM_PLUGINS": "other"}, "MSTAR"),
+    "plugins with a misspelt us": ([], {"VLLM_PLUGINS": "mstarr"}, "MSTAR"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMMANDS)
-def test_the_command_ends_within_seconds_with_one_sentence(case: str, smollm2: Path) -> None:
+def test_the_command_ends_within_seconds_with_one_sentence(
+    case: str, smollm2: Path, vllm_command: Callable[..., Any]
+) -> None:
     flags, environment, sentence = COMMANDS[case]
-    vllm = Path(sys.executable).with_name("vllm")
     base = ["serve", str(smollm2), "--attention-backend", "mstar", "--host", "127.0.0.1"]
     started = time.monotonic()
-    import os
-
-    done = subprocess.run(
-        [str(vllm), *base, *flags],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = vllm_command(*base, *flags, **environment)
     assert done.returncode != 0
-    assert sentence in done.stdout + done.stderr
+    assert sentence in done.stdout
     assert time.monotonic() - started < 240
+
+
+IMPORT_FAILS = "import sys; sys.modules[{!r}] = None"
+ENGINE_MOVED = """
+import mstar_vllm.plugin
+
+def moved():
+    raise ImportError("moved elsewhere")
+
+mstar_vllm.plugin._register_models = moved
+"""
+# What is broken -> code that breaks it in every process, and what the start says.
+BROKEN = {
+    "a module of the backend": (IMPORT_FAILS.format("mstar_vllm.serving"), "mstar_vllm.serving"),
+    "the registration": (IMPORT_FAILS.format("mstar_vllm.compat"), "mstar could not be registered"),
+    "what the engine offers": (ENGINE_MOVED, "with this vLLM: ImportError('moved elsewhere')"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_import_ends_the_start_with_its_cause(
+    case: str, smollm2: Path, tmp_path: Path, vllm_command: Callable[..., Any]
+) -> None:
+    code, sentence = BROKEN[case]
+    (tmp_path / "sitecustomize.py").write_text(code)
+    base = ["serve", str(smollm2), "--attention-backend", "mstar", "--host", "127.0.0.1"]
+    done = vllm_command(*base, PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert sentence in done.stdout
