@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-CHUNKS = (16, 128, 512)
+CHUNKS = (16, 512)
 SAMPLED = {"max_tokens": 16, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
 GREEDY = {**SAMPLED, "temperature": 0.0}
 

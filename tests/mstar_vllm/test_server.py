@@ -47,6 +47,15 @@ def chat(text: str, **values: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": message, "temperature": 0, "max_tokens": 16, **values}
 
 
+def stream(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer, with its usage."""
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    url = f"{server.url}/v1/{path}"
+    with httpx.stream("POST", url, json=streamed, timeout=300) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
 def metric(server: Any, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
@@ -92,16 +101,20 @@ def test_streaming_gives_the_same_text_and_a_usage_chunk(
 ) -> None:
     body = completion(STORY, max_tokens=24)
     whole = post("completions", body).json()["choices"][0]["text"]
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    chunks = []
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=streamed, timeout=300
-    ) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                chunks.append(json.loads(line.removeprefix("data: ")))
+    chunks = stream(server, "completions", body)
     text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert text == whole
+    assert chunks[-1]["usage"]["completion_tokens"] == 24
+
+
+def test_a_streamed_chat_gives_the_same_text_and_a_usage_chunk(
+    server: Any, post: Callable[..., httpx.Response]
+) -> None:
+    body = chat("Tell me of the sea.", max_tokens=24)
+    whole = post("chat/completions", body).json()["choices"][0]["message"]["content"]
+    chunks = stream(server, "chat/completions", body)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole
     assert chunks[-1]["usage"]["completion_tokens"] == 24
 
 
@@ -113,6 +126,16 @@ def test_three_answers_of_one_request_differ_and_a_seed_repeats_them(
     texts = [choice["text"] for choice in first["choices"]]
     assert len(set(texts)) == 3
     assert texts == [choice["text"] for choice in second["choices"]]
+
+
+def test_a_seeded_prompt_longer_than_a_chunk_is_answered_and_repeats(
+    post: Callable[..., httpx.Response],
+) -> None:
+    body = completion(STORY * 4, temperature=1.0, seed=1)
+    answers = [post("completions", body).json() for _ in range(2)]
+    assert answers[0]["usage"]["prompt_tokens"] > 3 * 128
+    first, second = (answer["choices"][0]["text"] for answer in answers)
+    assert first == second
 
 
 def test_a_stop_string_ends_the_answer(post: Callable[..., httpx.Response]) -> None:
@@ -140,6 +163,21 @@ def test_prompt_logprobs_of_a_cached_prompt_are_those_of_a_cold_one(
     assert len(first["prompt_logprobs"]) > 100
 
 
+def test_logprobs_name_the_alternatives_of_each_token(
+    post: Callable[..., httpx.Response],
+) -> None:
+    answer = post("completions", completion("One, two,", max_tokens=4, logprobs=3)).json()
+    found = answer["choices"][0]["logprobs"]
+    for token, logprob, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert len(top) == 3
+        assert top[token] == logprob == max(top.values())
+    answer = post("chat/completions", chat("Hello", max_tokens=4, logprobs=True, top_logprobs=2))
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    assert [len(step["top_logprobs"]) for step in content] == [2] * 4
+
+
 def test_logit_bias_forces_a_token(post: Callable[..., httpx.Response]) -> None:
     body = completion("Hello", max_tokens=3, logit_bias={"260": 100}, logprobs=0)
     tokens = post("completions", body).json()["choices"][0]["logprobs"]["tokens"]
@@ -162,9 +200,10 @@ def test_a_json_schema_gives_json_of_that_shape(post: Callable[..., httpx.Respon
 
 
 def test_thirty_two_clients_get_what_each_gets_alone(
-    post: Callable[..., httpx.Response],
+    server: Any, post: Callable[..., httpx.Response]
 ) -> None:
     """The pool holds two long requests, so this preempts."""
+    preempted = metric(server, "vllm:num_preemptions_total")
     bodies = [
         completion(f"{i}. {STORY}"[: 40 + 16 * i], max_tokens=24, ignore_eos=True)
         for i in range(32)
@@ -172,6 +211,7 @@ def test_thirty_two_clients_get_what_each_gets_alone(
     with ThreadPoolExecutor(32) as clients:
         together = list(clients.map(lambda body: post("completions", body), bodies))
     assert [response.status_code for response in together] == [200] * 32
+    assert until(lambda: metric(server, "vllm:num_preemptions_total") > preempted)
     for i in (0, 9, 21, 31):
         alone = post("completions", bodies[i]).json()
         assert together[i].json()["choices"][0]["text"] == alone["choices"][0]["text"]
@@ -187,6 +227,7 @@ def test_pages_of_an_aborted_stream_return(server: Any) -> None:
 
 
 BAD_BODIES: dict[str, Any] = {
+    "empty prompt": completion(""),
     "empty prompt list": completion([]),
     "null prompt": completion(None),
     "prompt of a wrong type": completion({"a": 1}),
@@ -195,6 +236,10 @@ BAD_BODIES: dict[str, Any] = {
     "n below one": completion("x", n=-1),
     "temperature below zero": completion("x", temperature=-1),
     "wrong max_tokens": completion("x", max_tokens="many"),
+    "wrong stop": completion("x", stop=5),
+    "wrong logit_bias": completion("x", logit_bias={"word": 1}),
+    "no messages": {**chat("x"), "messages": []},
+    "null message": {**chat("x"), "messages": [None]},
     "bad schema": chat(
         "x", response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}
     ),
@@ -211,7 +256,14 @@ def test_a_bad_body_is_refused_and_the_next_request_is_served(
     assert post("completions", completion("Still here")).status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"prompt": NaN}', b"[" * 5000])
+BROKEN_BODIES = [
+    *(b"", b"{", b"[]", b"null", b"[" * 5000, b'{"prompt": NaN}'),
+    b'{"model": "smol", "prompt": "x", "temperature": NaN}',
+    b'{"model": "smol", "prompt": "x", "max_tokens": Infinity}',
+]
+
+
+@pytest.mark.parametrize("content", BROKEN_BODIES)
 def test_a_broken_body_is_refused(content: bytes, post: Callable[..., httpx.Response]) -> None:
     headers = {"Content-Type": "application/json"}
     refused = post("completions", content=content, headers=headers)
@@ -225,6 +277,7 @@ def test_a_body_of_ten_megabytes_is_refused_with_a_short_answer(
     refused = post("completions", completion("a " * 5_000_000))
     assert 400 <= refused.status_code < 500
     assert len(refused.content) < 2000
+    assert post("completions", completion("Still here")).status_code == 200
 
 
 BAD_POLICIES: dict[str, tuple[dict[str, Any], str]] = {
