@@ -1,14 +1,17 @@
 """Runs engines one after the other in this process: `run_engines.py JOBS RESULTS`, both JSON files.
 
 A job: {"model", "backend", "engine": arguments of LLM, "rounds": [[request, ...], ...]}; a request:
-{"prompt": token ids, "sampling": arguments of SamplingParams}. A result: per round and request the
-token ids, the chosen tokens' log-probabilities and the prompt tokens found in the prefix cache; or
-{"error": text} where the engine did not start or failed. Kept apart from the tests because an
-engine's import and process-wide state should be paid for once and stay out of them.
+{"prompt": token ids, "sampling": arguments of SamplingParams, "lora": an adapter's folder, if any}.
+A job with "async": true runs in an AsyncLLM, whose engine is a process of its own. A result: per
+round and request the token ids, the chosen tokens' log-probabilities and the prompt tokens found in
+the prefix cache; or {"error": text} where the engine did not start or failed. Kept apart from the
+tests because an engine's import and process-wide state should be paid for once and stay out of
+them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -37,6 +40,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Start one engine, run its rounds, end it."""
     from vllm import LLM
 
+    if job.get("async"):
+        return {"rounds": asyncio.run(run_async(job))}
     engine = {**DEFAULTS, **job["engine"]}
     try:
         llm = LLM(model=job["model"], attention_backend=job["backend"], **engine)
@@ -58,8 +63,45 @@ def one_round(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
     params = [SamplingParams(**request["sampling"]) for request in requests]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    adapters = [adapter(request) for request in requests]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     return [answer(output) for output in outputs]
+
+
+def adapter(request: dict[str, Any]) -> Any:
+    """The request's LoRA adapter; a job knows one."""
+    from vllm.lora.request import LoRARequest
+
+    folder = request.get("lora")
+    return None if folder is None else LoRARequest("adapter", 1, folder)
+
+
+async def run_async(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The rounds of a job, in an AsyncLLM."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = {**DEFAULTS, **job["engine"]}
+    arguments = AsyncEngineArgs(model=job["model"], attention_backend=job["backend"], **engine)
+    llm = AsyncLLM.from_engine_args(arguments)
+    try:
+        rounds = []
+        for number, requests in enumerate(job["rounds"]):
+            answers = (last(llm, f"{number}-{i}", request) for i, request in enumerate(requests))
+            rounds.append(list(await asyncio.gather(*answers)))
+        return rounds
+    finally:
+        llm.shutdown()
+
+
+async def last(llm: Any, name: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Plain values of the last output of a request's stream."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": request["prompt"]}
+    params = SamplingParams(**request["sampling"])
+    outputs = [output async for output in llm.generate(prompt, params, name)]
+    return answer(outputs[-1])
 
 
 def answer(output: Any) -> dict[str, Any]:
