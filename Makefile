@@ -24,17 +24,16 @@ model-gemma: env
 serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
 	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT) -- $(ARGS)
 
-# One thread for small tensors: more would only wait for one another. Engines choose their own. The
-# engine tests wait for processes much of the time, so the two halves of the suite run side by side.
+# One thread for small tensors: more would only wait for one another. Engines choose their own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: env model model-gemma
 	@$(BIN)/python scripts/tiny_models.py > /dev/null
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/mstar_vllm & others=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/mstar_vllm; engines=$$?; \
-	wait $$others && exit $$engines
+	@$(PYTEST) --durations 30
 
 # No server is started: under two minutes.
 test-fast: env model
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not server and not slow and not gpu"
+	@$(PYTEST) -m "not server and not slow and not gpu"
 
 lint: env
 	@$(BIN)/ruff check .
@@ -47,6 +46,7 @@ lint: env
 bench: env model
 	@$(BIN)/python benchmarks/serving.py $(WHAT)
 ifndef WHAT
+	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/transform.py
 	@$(BIN)/python benchmarks/plan_benchmark.py --output benchmarks/results/plan.md
 	@$(BIN)/python benchmarks/ring_benchmark.py --out benchmarks/results/ring.md

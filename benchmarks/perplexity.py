@@ -1,7 +1,9 @@
-"""Perplexity by position under retention: `python benchmarks/perplexity.py [--tokens 8192]`.
+"""Perplexity by position under retention: `python benchmarks/perplexity.py [PART ...]`.
 
-One engine reads the licence texts that Debian ships, once for each policy; the perplexity
-of every 1,024 tokens is reported. Writes benchmarks/results/perplexity.md and docs/perplexity.svg.
+`budgets`: up to the trained length, for several budgets and prefixes. `positions`: to four times
+the trained length, absolute against rolling. One engine reads the licence texts that Debian ships,
+once for each policy; the perplexity of every 1,024 tokens is reported. Writes
+benchmarks/results/perplexity-PART.md and docs/perplexity-PART.svg.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,56 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 LICENCES = Path("/usr/share/common-licenses")
-TEXTS = ("GPL-3", "GFDL-1.3", "MPL-2.0", "Apache-2.0", "LGPL-2.1", "Artistic")
+TEXTS: tuple[str, ...] = (
+    *("GPL-3", "GFDL-1.3", "MPL-2.0", "Apache-2.0", "LGPL-2.1", "Artistic"),
+    *("GPL-1", "GFDL-1.2", "GPL-2", "MPL-1.1", "LGPL-2", "LGPL-3"),
+)
 STEP = 1024
-BUDGETS, PREFIXES = (512, 1024, 2048), (0, 4, 64)
+TRAINED = 8192
 
 
-def policies() -> dict[str, dict[str, int] | None]:
-    named: dict[str, dict[str, int] | None] = {"everything": None}
-    for budget in BUDGETS:
-        for prefix in PREFIXES:
-            named[f"B={budget} P={prefix}"] = {
-                "mstar_context_budget": budget,
-                "mstar_protected_prefix": prefix,
-            }
-    return named
+@dataclass(frozen=True)
+class Part:
+    """Which policies read how many tokens; `retention` is the server's, None for none.
+
+    "everything" reads no further than the trained length.
+    """
+
+    title: str
+    tokens: int
+    retention: dict[str, Any] | None
+    policies: dict[str, dict[str, Any] | None]
+
+
+def policy(budget: int, prefix: int, **more: Any) -> dict[str, Any]:
+    return {"mstar_context_budget": budget, "mstar_protected_prefix": prefix, **more}
+
+
+PARTS = {
+    "budgets": Part(
+        title="by budget and prefix",
+        tokens=TRAINED,
+        retention=None,
+        policies={
+            "everything": None,
+            **{f"B={b} P={p}": policy(b, p) for b in (512, 1024, 2048) for p in (0, 4, 64)},
+        },
+    ),
+    "positions": Part(
+        title="absolute and rolling positions, B=1024",
+        tokens=4 * TRAINED,
+        retention={"context_budget": TRAINED, "protected_prefix": 64, "positions": "rolling"},
+        policies={
+            "everything": policy(TRAINED, 64, mstar_positions="absolute"),
+            "P=0": policy(1024, 0),
+            **{
+                f"P={p} {positions}": policy(1024, p, mstar_positions=positions)
+                for p in (4, 64)
+                for positions in ("absolute", "rolling")
+            },
+        },
+    ),
+}
 
 
 def by_position(logprobs: list[float]) -> list[float]:
@@ -41,26 +80,32 @@ def by_position(logprobs: list[float]) -> list[float]:
     return [math.exp(-sum(step) / len(step)) for step in steps if len(step) > STEP // 2]
 
 
-def measure(num_tokens: int) -> dict[str, list[float]]:
+def measure(part: Part) -> dict[str, list[float]]:
     from vllm import LLM, SamplingParams
 
+    settings = {} if part.retention is None else {"retention": part.retention}
     llm = LLM(
         model=str(MODEL),
         attention_backend="mstar",
         dtype="float32",
         enforce_eager=True,
-        max_model_len=num_tokens + 1,
+        max_model_len=part.tokens + 1,
+        hf_overrides={"max_position_embeddings": part.tokens + 1},
         max_num_batched_tokens=1024,
-        block_size=16,
+        block_size=64,
         distributed_executor_backend="uni",
+        additional_config={"mstar": settings},
     )
     text = "".join((LICENCES / name).read_text() for name in TEXTS)
-    tokens = llm.get_tokenizer()(text).input_ids[:num_tokens]
+    tokens = llm.get_tokenizer()(text).input_ids[: part.tokens]
+    if len(tokens) < part.tokens:
+        raise ValueError(f"the texts must have {part.tokens} tokens, got {len(tokens)}")
     curves = {}
-    for name, policy in policies().items():
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=policy)
-        output = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)[0]
-        curves[name] = by_position(chosen(tokens, output.prompt_logprobs))
+    for name, own in part.policies.items():
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=own)
+        read = tokens[:TRAINED] if name == "everything" else tokens
+        output = llm.generate({"prompt_token_ids": read}, params, use_tqdm=False)[0]
+        curves[name] = by_position(chosen(read, output.prompt_logprobs))
         print(name, [round(value, 1) for value in curves[name]], flush=True)
     return curves
 
@@ -70,20 +115,33 @@ def chosen(tokens: list[int], prompt_logprobs: Any) -> list[float]:
     return [step[token].logprob for token, step in pairs]
 
 
-def write(curves: dict[str, list[float]]) -> None:
+def write(name: str, part: Part, curves: dict[str, list[float]]) -> None:
     import vllm
 
-    heads = " | ".join(str((i + 1) * STEP) for i in range(len(curves["everything"])))
-    rows = [f"| tokens up to | {heads} |", "|---" * (len(curves["everything"]) + 1) + "|"]
-    for name, curve in curves.items():
-        rows.append(f"| {name} | " + " | ".join(f"{value:.1f}" for value in curve) + " |")
-    title = "# Perplexity by position: SmolLM2-135M-Instruct on licence texts, float32, pages of 16"
-    how = f"vLLM {vllm.__version__} on CPU, `python benchmarks/perplexity.py`"
-    table = "\n".join(rows)
-    (ROOT / "benchmarks" / "results" / "perplexity.md").write_text(f"{title}\n\n{how}\n\n{table}\n")
+    ends = range(STEP, part.tokens + 1, STEP * max(1, part.tokens // (16 * STEP)))
+    rows = [
+        "| tokens up to | " + " | ".join(f"{end:,}" for end in ends) + " |",
+        "|---" * (len(ends) + 1) + "|",
+    ]
+    for label, curve in curves.items():
+        picked = (
+            f"{curve[end // STEP - 1]:.1f}" if end <= len(curve) * STEP else "" for end in ends
+        )
+        rows.append(f"| {label} | " + " | ".join(picked) + " |")
+    lines = [
+        f"# Perplexity by position: {part.title}",
+        "",
+        f"SmolLM2-135M-Instruct (trained to {TRAINED:,} tokens) on licence texts, float32, pages "
+        f"of 64, each value over {STEP:,} tokens; vLLM {vllm.__version__} on CPU, "
+        f"`python benchmarks/perplexity.py {name}`",
+        "",
+        *rows,
+        "",
+    ]
+    (ROOT / "benchmarks" / "results" / f"perplexity-{name}.md").write_text("\n".join(lines))
 
 
-def plot(curves: dict[str, list[float]]) -> None:
+def plot(name: str, part: Part, curves: dict[str, list[float]]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -91,25 +149,29 @@ def plot(curves: dict[str, list[float]]) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "mstar"
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, curve in curves.items():
-        style = (
-            "-" if name == "everything" else {"0": ":", "4": "-", "64": "--"}[name.split("=")[-1]]
-        )
+    for label, curve in curves.items():
         positions = [(i + 1) * STEP for i in range(len(curve))]
-        axes.plot(positions, curve, style, label=name, linewidth=2.5 if style == "-" else 1.2)
-    axes.set(xlabel="position (tokens)", ylabel="perplexity", title="SmolLM2-135M, licence texts")
+        style = ":" if "P=0" in label else "--" if "P=64" in label else "-"
+        axes.plot(positions, curve, style, label=label, linewidth=1.4)
+    if part.tokens > TRAINED:
+        axes.axvline(TRAINED, color="grey", linewidth=0.8)
+        axes.annotate(" trained length", (TRAINED, axes.get_ylim()[1]), color="grey", va="top")
+    title = f"SmolLM2-135M, licence texts: {part.title}"
+    axes.set(xlabel="position (tokens)", ylabel="perplexity", title=title)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, ncol=2)
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "perplexity.svg", metadata={"Date": None})
+    figure.savefig(ROOT / "docs" / f"perplexity-{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    curves = measure(parser.parse_args().tokens)
-    write(curves)
-    plot(curves)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    for name in parser.parse_args().parts or PARTS:
+        curves = measure(PARTS[name])
+        write(name, PARTS[name], curves)
+        plot(name, PARTS[name], curves)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def _yarn(rotary: Rotary, plain: Frequencies, settings: Mapping[str, Any]) -> Fr
     low, high = max(low, 0), min(high, rotary.rotary_dim - 1)
     if low == high:
         high += 0.001
-    kept = 1 - np.clip((np.arange(rotary.rotary_dim // 2) - low) / (high - low), 0, 1)
+    ramp = (np.arange(rotary.rotary_dim // 2) - low) / (high - low)
+    kept: Frequencies = 1 - np.clip(ramp, 0, 1)
     return plain * kept + plain / factor * (1 - kept)
 
 

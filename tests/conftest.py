@@ -29,6 +29,10 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
+def is_marked(item: pytest.Item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None
+
+
 def missing_for(item: pytest.Item) -> str | None:
     if item.get_closest_marker("gpu") and shutil.which("nvidia-smi") is None:
         return "needs a CUDA card, nvidia-smi is not here"
@@ -39,7 +43,14 @@ def missing_for(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file share what they start, so they stay in one worker; servers run one at a time.
+
+    Files that start servers or engines come first, so that the workers end together.
+    """
+    items.sort(key=lambda item: (not is_marked(item, "server"), not is_marked(item, "slow")))
     for item in items:
+        group = "servers" if is_marked(item, "server") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
         reason = missing_for(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,7 +13,9 @@ from engine_cases import assert_judged_right, request, verdicts
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 POLICY = [64, 20, "rolling"]
-MIX = [request(300, 1), request(150, 2), request(40, 3), request(115, 4), request(116, 5)]
+LENGTHS = (300, 40, 115, 116)
+MIX = [request(length, seed, max_tokens=512) for seed, length in enumerate(LENGTHS)]
+AGAIN = [request(length, seed, max_tokens=40) for seed, length in enumerate(LENGTHS)]
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 5,
@@ -24,12 +26,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
     "chunks of 48": {"max_num_batched_tokens": 48, "max_num_seqs": 8},
     "whole prompts": {"max_num_batched_tokens": 4096},
-    "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
     "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 64},
     "a pool that preempts": {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 64},
-    "n-gram speculation": {"speculative_config": NGRAM, "max_num_batched_tokens": 64},
     "kernel blocks of 16": {"block_size": 16, "max_num_batched_tokens": 64},
-    "up to the longest length": {"max_model_len": 348, "max_num_batched_tokens": 64},
+    "up to the longest length": {"max_model_len": 812, "max_num_batched_tokens": 64},
+    # The last one: vLLM starts no further engine in a process that has loaded numba.
+    "n-gram speculation": {"speculative_config": NGRAM, "max_num_batched_tokens": 64},
 }
 
 
@@ -42,13 +44,18 @@ def rolling_job(model: str, *rounds: Any, **engine: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_way(run_engines: Callable[..., list[Any]], smollm2: Path) -> dict[str, Any]:
-    jobs = [rolling_job(str(smollm2), MIX, MIX, **engine) for engine in WAYS.values()]
+def small(tiny_model: Any) -> str:
+    return str(tiny_model("llama-9-3"))
+
+
+@pytest.fixture(scope="module")
+def by_way(run_engines: Callable[..., list[Any]], small: str) -> dict[str, Any]:
+    jobs = [rolling_job(small, MIX, AGAIN, **engine) for engine in WAYS.values()]
     return dict(zip(WAYS, run_engines(jobs), strict=True))
 
 
 @pytest.fixture(scope="module")
-def judged_mix(by_way: dict[str, Any], masked_logprobs: Any, smollm2: Path) -> dict[int, Any]:
+def judged_mix(by_way: dict[str, Any], masked_logprobs: Any, small: str) -> dict[int, Any]:
     found = {}
     for page, way in ((32, "whole prompts"), (16, "kernel blocks of 16")):
         assert "rounds" in by_way[way], by_way[way]
@@ -56,7 +63,7 @@ def judged_mix(by_way: dict[str, Any], masked_logprobs: Any, smollm2: Path) -> d
             (asked["prompt"], answer["tokens"][0], POLICY)
             for asked, answer in zip(MIX, by_way[way]["rounds"][0], strict=True)
         ]
-        found[page] = verdicts(masked_logprobs, str(smollm2), page, cases)
+        found[page] = verdicts(masked_logprobs, small, page, cases)
     return found
 
 
@@ -68,15 +75,15 @@ def test_answers_have_the_distances_of_the_rule_however_they_were_made(
     assert "rounds" in by_way[way], by_way[way]
     judged = judged_mix[WAYS[way].get("block_size", 32)]
     for answer, verdict in zip(by_way[way]["rounds"][again], judged, strict=True):
-        assert_judged_right(answer, verdict)
+        assert_judged_right(answer, verdict[: len(answer["tokens"][0])])
 
 
 def test_absolute_distances_would_give_other_answers(
-    by_way: dict[str, Any], masked_logprobs: Any, smollm2: Path
+    by_way: dict[str, Any], masked_logprobs: Any, small: str
 ) -> None:
     answer = by_way["whole prompts"]["rounds"][0][0]
     case = (MIX[0]["prompt"], answer["tokens"][0], POLICY[:2])
-    absolute = verdicts(masked_logprobs, str(smollm2), 32, [case])
+    absolute = verdicts(masked_logprobs, small, 32, [case])
     with pytest.raises(AssertionError):
         assert_judged_right(answer, absolute[0])
 
@@ -208,5 +215,6 @@ def test_a_scheme_that_depends_on_the_length_is_refused_by_name(
         "original_max_position_embeddings": 256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (run,) = run_engines([rolling_job(str(tmp_path), MIX[:1], skip_tokenizer_init=True)])
+    engine = {"skip_tokenizer_init": True, "max_model_len": 256}
+    (run,) = run_engines([rolling_job(str(tmp_path), MIX[:1], **engine)])
     assert "linear, llama3, yarn, got 'longrope'" in run["error"]
