@@ -56,23 +56,48 @@ def run_engines(
     return run
 
 
+class Oracle:
+    """masked_model.py in a process of its own, started by the first question."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, jobs: list[Job]) -> list[Any]:
+        if self._process is None:
+            self._process = self._start()
+        sent, received = self._process.stdin, self._process.stdout
+        assert sent is not None and received is not None
+        sent.write(json.dumps(jobs) + "\n")
+        sent.flush()
+        for line in received:
+            if line.startswith("judged "):
+                results: list[Any] = json.loads(line.removeprefix("judged "))
+                return results
+        raise AssertionError(self._log.read_text()[-4000:])
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, str(HERE / "masked_model.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
 @pytest.fixture(scope="session")
-def masked_logprobs(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[list[Job]], list[list[list[float]]]]:
+def masked_logprobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     """Answers of Hugging Face models with the explicit mask of the rule (see masked_model.py)."""
-
-    def run(jobs: list[Job]) -> list[Any]:
-        folder = tmp_path_factory.mktemp("oracle")
-        asked, answered = folder / "jobs.json", folder / "results.json"
-        asked.write_text(json.dumps(jobs))
-        command = [sys.executable, str(HERE / "masked_model.py"), str(asked), str(answered)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-        assert answered.exists(), done.stdout[-4000:] + done.stderr[-4000:]
-        results: list[Any] = json.loads(answered.read_text())
-        return results
-
-    return run
+    oracle = Oracle(tmp_path_factory.mktemp("oracle") / "log")
+    yield oracle
+    oracle.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 """The oracle: Hugging Face models in float32 with the explicit mask of the retention rule.
 
-`masked_model.py JOBS RESULTS`, both JSON files. A job: {"model", "tokens", "start", "page",
-"policy"}; the policy is [budget, prefix], [budget, prefix, "rolling"] or null. A result, for each
-token from `start` on: the model's own choice at that place, that choice's margin over the runner-up
-and the token's log-probability.
+A line on standard input is a JSON list of jobs, a line on standard output that begins with "judged"
+the JSON list of their results. A job: {"model", "tokens", "start", "page", "policy"}; the policy is
+[budget, prefix], [budget, prefix, "rolling"] or null. A result, for each token from `start` on: the
+model's own choice at that place, that choice's margin over the runner-up and the token's
+log-probability.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from mstar_plugin.kv.retention import protected_pages, released_pages, visible_p
 INTERLEAVED = ("Cohere", "Glm")
 
 
-@cache
+@lru_cache(maxsize=2)
 def load(path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -157,10 +157,10 @@ def judge(job: dict[str, Any]) -> list[list[float]]:
     return judged
 
 
-def main(jobs_file: Path, results_file: Path) -> None:
-    jobs = json.loads(jobs_file.read_text())
-    results_file.write_text(json.dumps([judge(job) for job in jobs]))
+def main() -> None:
+    for line in sys.stdin:
+        print("judged", json.dumps([judge(job) for job in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()
