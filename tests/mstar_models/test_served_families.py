@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,8 @@ def rounds(result: Answers) -> Callable[[str, str], list[Any]]:
     def served(family: str, kind: str) -> list[Any]:
         found = result(family, kind)
         assert "error" not in found, found["error"]
+        answers = [answer for served in found["rounds"] for answer in served]
+        assert all(isfinite(x) for answer in answers for x in answer["logprobs"][0])
         return list(found["rounds"])
 
     return served

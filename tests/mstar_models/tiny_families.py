@@ -71,8 +71,8 @@ LATENT = {
 LINEAR = {
     "head_dim": 64,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -119,7 +119,7 @@ BOUNDED: Recipes = {
     "gemma4": ("Gemma4TextConfig", {**SHARED, "head_dim": 32, "global_head_dim": 64}),
     "phi": ("PhiConfig", {**FULL_HEADS, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.75}),
-    "phimoe": ("PhimoeConfig", EXPERTS),
+    "phimoe": ("PhimoeConfig", {**EXPERTS, "attention_bias": True, "lm_head_bias": True}),
     "gpt_neox": ("GPTNeoXConfig", {**FULL_HEADS, "rotary_pct": 0.25}),
     "falcon": ("FalconConfig", {"num_kv_heads": 1}),
     "stablelm": ("StableLmConfig", FULL_HEADS),
