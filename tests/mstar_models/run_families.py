@@ -7,7 +7,6 @@ others nothing.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -18,14 +17,8 @@ from run_engines import run
 
 
 def main(jobs_file: Path, folder: Path) -> None:
-    collect = gc.collect
-    # vLLM collects half a dozen times per engine, over all that was imported: most of its start.
-    gc.collect = lambda generation=2: 0  # type: ignore[assignment]
     for family, jobs in json.loads(jobs_file.read_text()).items():
-        results = {}
-        for kind, job in jobs.items():
-            results[kind] = run(job)
-            collect()
+        results = {kind: run(job) for kind, job in jobs.items()}
         unfinished = folder / f"{family}.part"
         unfinished.write_text(json.dumps(results))
         unfinished.rename(folder / f"{family}.json")

@@ -27,9 +27,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_plugin.kv.retention import protected_pages, released_pages
+from mstar_plugin.kv.retention import copy_page, protected_pages, released_pages
 from mstar_vllm.cache_managers import RetentionManager, register_specs
 from mstar_vllm.cache_specs import RetentionSpec, converted
+from mstar_vllm.positions import RollingPolicy, copied_pages
 
 pytestmark = pytest.mark.vllm
 
@@ -144,9 +145,40 @@ def test_live_blocks_never_exceed_the_cap_and_are_the_rules(
     assert manager.block_pool.get_num_free_blocks() == 199
 
 
+@given(
+    policy=st.builds(RollingPolicy, st.integers(1, 200), st.integers(1, 100)),
+    prompt=st.integers(1, 500),
+    steps=st.integers(0, 200),
+    chunk=st.integers(1, CHUNK),
+)
+@settings(max_examples=30, deadline=None)
+def test_rolling_requests_own_room_for_their_copies_within_the_cap(
+    policy: RollingPolicy, prompt: int, steps: int, chunk: int
+) -> None:
+    spec = spec_for(policy)
+    manager = manager_for(spec)
+    request = request_for([1] * prompt)
+    peaks = prefill(manager, request, chunk) + decode(manager, request, steps)
+    assert max(peaks) <= spec.cap_blocks(policy)  # type: ignore[operator]
+    last = request.num_computed_tokens - 1
+    numbers = policy.context_budget, policy.protected_prefix, BLOCK
+    table = manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
+    if released_pages(last, *numbers):
+        room = copy_page(last, *numbers) + copied_pages(policy, BLOCK)
+        assert len(table) == room
+        assert not any(block.is_null for block in table[room - copied_pages(policy, BLOCK) :])
+        longest = prompt + steps
+        assert room <= spec.max_num_blocks_per_req(None, longest)  # type: ignore[arg-type]
+    manager.free(request)
+    assert manager.block_pool.get_num_free_blocks() == 199
+
+
 @pytest.mark.parametrize("resumed_tokens", [600, 3000])
-def test_a_preempted_request_longer_than_the_pool_comes_back(resumed_tokens: int) -> None:
-    policy = RetentionPolicy(128, 32)
+@pytest.mark.parametrize("kind", [RetentionPolicy, RollingPolicy])
+def test_a_preempted_request_longer_than_the_pool_comes_back(
+    kind: type[RetentionPolicy], resumed_tokens: int
+) -> None:
+    policy = kind(128, 32)
     manager = manager_for(spec_for(policy), num_blocks=24)
     request = request_for([1] * 40)
     prefill(manager, request)
@@ -154,7 +186,7 @@ def test_a_preempted_request_longer_than_the_pool_comes_back(resumed_tokens: int
     manager.free(request)
     request.num_computed_tokens = 0
     request.status = RequestStatus.PREEMPTED
-    assert max(prefill(manager, request)) <= 16
+    assert max(prefill(manager, request)) <= spec_for(policy).cap_blocks(policy)  # type: ignore[operator]
     assert request.num_computed_tokens == resumed_tokens
 
 
