@@ -25,7 +25,8 @@ serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
 	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT) -- $(ARGS)
 
 # One thread for small tensors: more would only wait for one another. Engines choose their own.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Tests of a file share what they start, so a file stays in one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: env model model-gemma
 	@$(BIN)/python scripts/tiny_models.py > /dev/null

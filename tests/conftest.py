@@ -43,14 +43,9 @@ def missing_for(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share what they start, so they stay in one worker; servers run one at a time.
-
-    Files that start servers or engines come first, so that the workers end together.
-    """
+    """Files that start servers or engines come first, so that the workers end together."""
     items.sort(key=lambda item: (not is_marked(item, "server"), not is_marked(item, "slow")))
     for item in items:
-        group = "servers" if is_marked(item, "server") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
         reason = missing_for(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
