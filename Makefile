@@ -26,7 +26,7 @@ serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
 
 # One thread for small tensors: more would only wait for one another. Engines choose their own.
 # Tests of a file share what they start, so a file stays in one worker.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: env model model-gemma
 	@$(BIN)/python scripts/tiny_models.py > /dev/null

@@ -99,6 +99,8 @@ def test_a_stream_far_past_the_horizon_holds_the_same_pages_all_along(server: An
             if len(tokens) % (16 * FRAME) == FRAME:
                 used.add(metric(server, "kv_cache_usage_perc"))
     assert len(tokens) == 80 * FRAME
+    # The gauge is written some time after the first step.
+    used.discard(0.0)
     assert len(used) == 1, "the share of the pool must not change"
     assert used.pop() == pytest.approx(1 / SESSIONS, abs=0.02)
     assert until(lambda: metric(server, "kv_cache_usage_perc") == 0)
