@@ -44,25 +44,25 @@ class KeyTurn:
             size = block_size * both // 2
             order, places = key_order(isa, kv_cache.dtype, block_size, both // 2)
             keys = read[..., :size][..., places].view(-1, heads, block_size, both // 2)
-            turned = self._turn(keys, torch.from_numpy(copies.turns))
+            angles = torch.from_numpy(copies.turns).double()[:, None] * self._frequencies
+            turned = turned_keys(keys, angles, self._rotary)
             read[..., :size] = turned.view(-1, heads, size)[..., order]
         flat[targets] = read
 
-    def _turn(self, keys: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """keys: `[C, heads, tokens, head size]`; turns: `[C]` tokens."""
-        assert self._rotary is not None
-        angles = turns.double()[:, None] * self._frequencies
-        cos, sin = angles.cos().float()[:, None, None], angles.sin().float()[:, None, None]
-        dim = self._rotary.rotary_dim
-        wide = keys.float()
-        if self._rotary.interleaved:
-            first, second = wide[..., 0:dim:2], wide[..., 1:dim:2]
-            pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-            turned = pairs.flatten(-2)
-        else:
-            first, second = wide[..., : dim // 2], wide[..., dim // 2 : dim]
-            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([turned, wide[..., dim:]], dim=-1).to(keys.dtype)
+
+def turned_keys(keys: torch.Tensor, angles: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """keys: `[C, heads, tokens, head size]`; angles: `[C, rotary_dim / 2]` radians."""
+    cos, sin = angles.cos().float()[:, None, None], angles.sin().float()[:, None, None]
+    dim = rotary.rotary_dim
+    wide = keys.float()
+    if rotary.interleaved:
+        first, second = wide[..., 0:dim:2], wide[..., 1:dim:2]
+        pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        turned = pairs.flatten(-2)
+    else:
+        first, second = wide[..., : dim // 2], wide[..., dim // 2 : dim]
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned, wide[..., dim:]], dim=-1).to(keys.dtype)
 
 
 @cache

@@ -38,14 +38,24 @@ def request_policy(
 ) -> RetentionPolicy | None:
     """The policy that holds for a request: its own where it brings one, else the server's.
 
-    `extra_args` are the sampling parameters' (HTTP: `vllm_xargs`). A missing protected prefix is
-    the server's, cut to fit; a missing budget is what the server's total leaves behind the prefix.
-    The value "prompt" protects `num_prompt_tokens` tokens. Raises PolicyError where the values are
-    wrong or ask for more than the server's total.
+    `extra_args` are the sampling parameters' (HTTP: `vllm_xargs`). Raises PolicyError as
+    `own_policy` does.
     """
-    if not has_policy(extra_args):
+    if extra_args is None or not has_policy(extra_args):
         return server
-    assert extra_args is not None
+    return own_policy(extra_args, server, num_prompt_tokens)
+
+
+def own_policy(
+    extra_args: Mapping[str, Any], server: RetentionPolicy | None, num_prompt_tokens: int
+) -> RetentionPolicy:
+    """The policy that a request brings.
+
+    A missing protected prefix is the server's, cut to fit; a missing budget is what the server's
+    total leaves behind the prefix; missing positions are the server's. The value "prompt" protects
+    `num_prompt_tokens` tokens. Raises PolicyError where the values are wrong or ask for more than
+    the server's total.
+    """
     prefix = _prefix(extra_args.get(PREFIX_KEY), server, num_prompt_tokens)
     budget = _budget(extra_args.get(BUDGET_KEY), server, prefix)
     positions = _positions(extra_args.get(POSITIONS_KEY), server)
@@ -126,13 +136,12 @@ def _positions(value: Any, server: RetentionPolicy | None) -> str:
 
 def _check_rolling(prefix: int, server: RetentionPolicy | None) -> None:
     """Copies of protected pages take memory, which the server reserved for its own prefix."""
-    if positions_of(server) != ROLLING:
+    if server is None or positions_of(server) != ROLLING:
         raise PolicyError(
             POSITIONS_KEY,
             f"{POSITIONS_KEY} can be {ROLLING!r} only where the server's retention has it; "
             f"leave it out, or start the server with 'positions': '{ROLLING}'",
         )
-    assert server is not None
     if prefix > server.protected_prefix:
         raise PolicyError(
             PREFIX_KEY,

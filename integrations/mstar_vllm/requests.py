@@ -17,8 +17,8 @@ from mstar_vllm.policy import (
     check_keys,
     first_key,
     has_policy,
+    own_policy,
     policy_arguments,
-    request_policy,
 )
 from mstar_vllm.serving import ServingPlan, serving_plan
 
@@ -50,8 +50,7 @@ def bind_policy(request: Any, plan: ServingPlan, max_model_len: int) -> None:
         raise PolicyError(
             first_key(params.extra_args), f"this server cannot bound requests: {plan.obstacle}"
         )
-    policy = request_policy(params.extra_args, plan.retention, _prompt_length(request))
-    assert policy is not None
+    policy = own_policy(params.extra_args, plan.retention, _prompt_length(request))
     _check_fits(policy, max_model_len)
     params.extra_args = {**params.extra_args, **policy_arguments(policy)}
     request.cache_salt = _salt(request.cache_salt, policy)

@@ -43,6 +43,8 @@ class RollingRows:
         """The waves of a batch in host memory; none where no row reads copies."""
         slots = batch.slot_mapping[: batch.num_actual_tokens].numpy()
         self._ledger.note_writes(np.unique(slots[slots >= 0] // self._block_tokens))
+        if batch.max_seq_len <= limits.reach():
+            return []
         seq_lens = batch.seq_lens.numpy().astype(np.int64)
         query_lens = np.diff(batch.query_start_loc.numpy()).astype(np.int64)
         rows = split_rows(query_lens, seq_lens, limits)

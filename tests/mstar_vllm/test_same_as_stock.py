@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_cases import tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -30,11 +31,6 @@ SHAPES = (
     "qwen3-moe",
 )
 PAGES = (16, 32, 48, 128)
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    """Token ids without a pattern, the same in every run."""
-    return [(seed * 7919 + i * i * 31 + i * 17) % 40000 + 100 for i in range(length)]
 
 
 ROUND = [

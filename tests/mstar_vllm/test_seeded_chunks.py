@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_cases import tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHUNKS = (16, 512)
 SAMPLED = {"max_tokens": 16, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
 GREEDY = {**SAMPLED, "temperature": 0.0}
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i * 17) % 40000 + 100 for i in range(length)]
 
 
 ROUND = [

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_batches import Batch
+from row_batches import Batch, batch_of
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import visible_positions
@@ -24,25 +23,6 @@ POLICIES = st.one_of(
     st.none(),
     st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70)),
 )
-
-
-def batch_of(query_lens: list[int], seq_lens: list[int], block: int) -> Batch:
-    """A batch whose table entry names its request and logical block: `1000 * request + block`."""
-    width = max(-(-max(seq_lens) // block), 1) + 2
-    starts = torch.tensor(np.concatenate([[0], np.cumsum(query_lens)]), dtype=torch.int32)
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
-    table = 1000 * torch.arange(len(seq_lens))[:, None] + torch.arange(width)
-    return Batch(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu_upper_bound=lens,
-        num_reqs=len(seq_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=table.to(torch.int32),
-        is_prefilling=torch.tensor([q > 1 for q in query_lens]),
-    )
 
 
 def seen_by_tokens(batch: Batch, block: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -17,10 +18,6 @@ FLAGS = ["--attention-backend", "mstar", "--enforce-eager", "--dtype", "float32"
 FLAGS += ["--max-model-len", "512"]
 RANK = 8
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-def tokens(length: int, seed: int) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i * 17) % 40000 + 100 for i in range(length)]
 
 
 ROUND = [
