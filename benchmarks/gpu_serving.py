@@ -25,25 +25,28 @@ RETENTION = {"context_budget": 2048, "protected_prefix": 128}
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "enable_prefix_caching": False,
-    "max_num_batched_tokens": 8192,
     "max_num_seqs": 256,
     "gpu_memory_utilization": 0.3,
-    "cudagraph_capture_sizes": [1, 4, 8, 16, 64, 256],
+    "cudagraph_capture_sizes": [1, 4, 8, 16, 48, 64, 256],
     "disable_log_stats": True,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two sides by name, each with its arguments, and the points both are timed at."""
+    """Two sides by name, each with its arguments, and the points both are timed at: requests and
+    their tokens of context; a side that `batches` names has as many requests as that says.
+    """
 
     sides: dict[str, dict[str, Any]]
     points: list[tuple[int, int]]
     cache_gib: dict[str, int]
     max_model_len: int
+    batches: dict[str, int] = field(default_factory=dict)
+    chunk: int = 8192
 
 
-def mstar(kernels: str, retention: dict[str, int] | None = None) -> dict[str, Any]:
+def mstar(kernels: str, retention: dict[str, Any] | None = None) -> dict[str, Any]:
     settings: dict[str, Any] = {"kernels": kernels}
     if retention is not None:
         settings["retention"] = retention
@@ -51,7 +54,7 @@ def mstar(kernels: str, retention: dict[str, int] | None = None) -> dict[str, An
 
 
 def pairs() -> dict[str, Pair]:
-    unbounded = [(1, 1024), (8, 8192), (64, 2048), (256, 512), (1, 16000)]
+    unbounded = [(1, 1024), (8, 8192), (64, 2048), (256, 768), (1, 32000), (4, 32000)]
     made = {}
     for kernels, name in (("flash_attn", "FLASH_ATTN"), ("flashinfer", "FLASHINFER")):
         stock = {"attention_backend": name}
@@ -59,7 +62,7 @@ def pairs() -> dict[str, Pair]:
             sides={name: stock, "mstar": mstar(kernels)},
             points=unbounded,
             cache_gib={name: 25, "mstar": 25},
-            max_model_len=20480,
+            max_model_len=36864,
         )
         made[f"{kernels}-bounded"] = Pair(
             sides={name: stock, "mstar B=2048 P=128": mstar(kernels, RETENTION)},
@@ -73,6 +76,31 @@ def pairs() -> dict[str, Pair]:
         cache_gib={"mstar B=2048 P=128": 12},
         max_model_len=131072,
     )
+    bounded = "mstar B=2048 P=128"
+    stock = {"attention_backend": "FLASH_ATTN"}
+    made["saturation"] = Pair(
+        sides={"FLASH_ATTN": stock, bounded: mstar("flash_attn", RETENTION)},
+        points=[(4, 30000)],
+        cache_gib={"FLASH_ATTN": 16, bounded: 16},
+        max_model_len=40960,
+        batches={bounded: 48},
+        chunk=2048,
+    )
+    made["kernels"] = Pair(
+        sides={"mstar flash_attn": mstar("flash_attn"), "mstar flashinfer": mstar("flashinfer")},
+        points=unbounded,
+        cache_gib={"mstar flash_attn": 25, "mstar flashinfer": 25},
+        max_model_len=36864,
+    )
+    made["positions"] = Pair(
+        sides={
+            "absolute": mstar("flash_attn", RETENTION),
+            "rolling": mstar("flash_attn", {**RETENTION, "positions": "rolling"}),
+        },
+        points=[(1, 8192), (16, 8192), (64, 4096)],
+        cache_gib={"absolute": 24, "rolling": 24},
+        max_model_len=40960,
+    )
     return made
 
 
@@ -82,6 +110,7 @@ class Engine:
 
     name: str
     process: subprocess.Popen[str]
+    batch: int | None = None
     step_ms: list[float] = field(default_factory=list)
     build_us: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
@@ -121,6 +150,7 @@ def start(pair: Pair, name: str, config: Path, logs: Path) -> Engine:
         **ENGINE,
         **pair.sides[name],
         "max_model_len": pair.max_model_len,
+        "max_num_batched_tokens": pair.chunk,
         "kv_cache_memory_bytes": pair.cache_gib[name] * GIB,
     }
     log = (logs / f"{name.replace(' ', '-')}-{pair.max_model_len}.log").open("w")
@@ -131,13 +161,14 @@ def start(pair: Pair, name: str, config: Path, logs: Path) -> Engine:
         stderr=log,
         text=True,
     )
-    return Engine(name=name, process=process)
+    return Engine(name=name, process=process, batch=pair.batches.get(name))
 
 
 def measure(engines: list[Engine], batch: int, context: int, turns: int, count: int) -> None:
     for engine in engines:
         engine.step_ms, engine.build_us = [], []
-        engine.prefill_s = engine.ask(do="start", batch=batch, context=context)["prefill_s"]
+        rows = engine.batch or batch
+        engine.prefill_s = engine.ask(do="start", batch=rows, context=context)["prefill_s"]
     for _ in range(turns):
         for engine in engines:
             engine.turn(count)
@@ -147,6 +178,7 @@ def measure(engines: list[Engine], batch: int, context: int, turns: int, count: 
 
 def row(engine: Engine, first: Engine, batch: int, context: int) -> str:
     step = statistics.median(engine.step_ms)
+    batch = engine.batch or batch
     spread = 100 * (max(engine.step_ms) - min(engine.step_ms)) / step
     ratio = statistics.median(first.step_ms) / step
     return (

@@ -71,6 +71,8 @@ def compare_tokens(model: str) -> str:
         "block_size": 16,
         "max_model_len": 2048,
         "max_num_batched_tokens": 128,
+        "dtype": "float16",
+        "kv_cache_memory_bytes": 2**30,
         "gpu_memory_utilization": 0.15,
         "cudagraph_capture_sizes": [1, 2, 4, 8],
     }
@@ -137,7 +139,7 @@ class Side:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm: Any = LLM(dtype="bfloat16", **arguments)
+        self.llm: Any = LLM(**{"dtype": "bfloat16", **arguments})
         self.seed = 0
 
     def tokens(self) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from mstar_vllm import rows, seeds, session
 from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.cpu_key_turn import KeyTurn
 from mstar_vllm.positions import ROLLING
 from mstar_vllm.retention import BatchLimits, RetentionBackend
 from mstar_vllm.ring_visibility import ring_transform, ring_view
@@ -28,15 +29,22 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from mstar_vllm.cpu_key_turn import KeyTurn
+    from mstar_plugin.model_kv import Rotary
 
 
 class MStarCPUBackend(RetentionBackend, CPUAttentionBackend):
     """`CPU_ATTN` with retention."""
 
+    keeps_copies = True
+
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The stock backend's page: its kernels for other sizes are slower."""
+        return CPUAttentionBackend.get_preferred_block_size(default_block_size)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -108,7 +116,7 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
     server's plan known to `customize_spec`.
     """
 
-    key_turn: KeyTurn | None = None
+    _key_turn: KeyTurn | None = None
     """Turns this layer's protected keys; None where another layer's or no copies are read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +129,10 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
             )
         rows.hook_model_runner()
         seeds.hook_sampling()
+
+    def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
+        """Be ready for rolling positions; called before the first batch."""
+        self._key_turn = KeyTurn(rotary) if stores_keys else None
 
     def forward(
         self,
@@ -140,8 +152,8 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
         for wave, metadata in attn_metadata.waves:
-            if self.key_turn is not None:
-                self.key_turn.copy(kv_cache, wave.copies, layer.isa)
+            if self._key_turn is not None:
+                self._key_turn.copy(kv_cache, wave.copies, layer.isa)
             if wave.tokens is None:
                 super().forward(layer, query, key, value, kv_cache, metadata, output, *scales)
                 continue

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from mstar_vllm.cuda_start import start_layer
-from mstar_vllm.device_visibility import device_visibility, is_bounded
+from mstar_vllm.device_rows import HeadRows
+from mstar_vllm.device_turn import QueryTurn
+from mstar_vllm.device_visibility import RollingBatch, device_visibility, is_bounded
 from mstar_vllm.retention import RetentionBackend
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+    from mstar_plugin.model_kv import Rotary
 
 
 class MStarFlashAttentionBackend(RetentionBackend, FlashAttentionBackend):
@@ -33,6 +41,16 @@ class MStarFlashAttentionBackend(RetentionBackend, FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[MStarFlashAttentionMetadataBuilder]:
         return MStarFlashAttentionMetadataBuilder
+
+
+@dataclass
+class RollingMetadata(FlashAttentionMetadata):
+    """The parent's metadata of what rows see at its own distance, and the protected pages they see
+    apart, at most `max_head_tokens` tokens.
+    """
+
+    head: HeadRows | None = None
+    max_head_tokens: int = 0
 
 
 class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -73,12 +91,98 @@ class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         seen = self._visibility.visible(common_attn_metadata)
         # The parent's schedule buffer is made for requests, of which there are fewer than rows.
         fast_build = fast_build or seen.num_reqs > common_attn_metadata.num_reqs
-        return super().build(common_prefix_len, seen, fast_build)
+        metadata = super().build(common_prefix_len, seen, fast_build)
+        if not isinstance(seen, RollingBatch):
+            return metadata
+        most = seen.head.tables.shape[1] * self.block_size
+        return RollingMetadata(**vars(metadata), head=seen.head, max_head_tokens=most)
 
 
 class MStarFlashAttentionImpl(FlashAttentionImpl):
-    """The parent's implementation; it also makes the server's plan known to `customize_spec`."""
+    """The parent's implementation, in two parts where rows see their protected pages apart; it also
+    makes the server's plan known to `customize_spec`.
+    """
+
+    _turn: QueryTurn
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         start_layer(self)
+
+    def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
+        """Be ready for rolling positions; called before the first batch."""
+        self._turn = QueryTurn(rotary, device)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(attn_metadata, RollingMetadata) and attn_metadata.head is not None:
+            count = attn_metadata.num_actual_tokens
+            self._attend_apart(
+                query[:count], kv_cache, attn_metadata, attn_metadata.head, output[:count]
+            )
+            return output
+        scales = (output_scale, output_block_scale)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+    def _attend_apart(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rows: RollingMetadata,
+        head: HeadRows,
+        output: torch.Tensor,
+    ) -> None:
+        """query, output: `[T, heads, head size]`."""
+        near, near_lse = self._attend(
+            query,
+            kv_cache,
+            rows,
+            causal=True,
+            seqused_k=rows.seq_lens,
+            max_seqlen_k=rows.max_seq_len,
+            block_table=rows.block_table,
+            scheduler_metadata=rows.scheduler_metadata,
+            num_splits=rows.max_num_splits,
+        )
+        far, far_lse = self._attend(
+            self._turn.back(query, rows.query_start_loc, head.turns),
+            kv_cache,
+            rows,
+            causal=False,
+            seqused_k=head.seq_lens,
+            max_seqlen_k=rows.max_head_tokens,
+            block_table=head.tables,
+            num_splits=1,
+        )
+        merge_attn_states(output, far, far_lse, near, near_lse)
+
+    def _attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, rows: RollingMetadata, **seen: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs `[T, heads, head size]` and log-sum-exps `[heads, T]`."""
+        kernels: Any = fa_utils
+        tokens_first = kv_cache.transpose(1, 2)
+        keys, values = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
+        attended: tuple[torch.Tensor, torch.Tensor] = kernels.flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(keys),
+            v=canonicalize_singleton_dim_strides(values),
+            cu_seqlens_q=rows.query_start_loc,
+            max_seqlen_q=rows.max_query_len,
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+            **seen,
+        )
+        return attended

@@ -26,7 +26,6 @@ from mstar_plugin.kv.retention import (
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.metrics import Counts, counts_writer
 from mstar_vllm.policy import request_policy
-from mstar_vllm.positions import copied_pages
 from mstar_vllm.ring_managers import RingManager
 from mstar_vllm.ring_specs import RingSpec
 from mstar_vllm.scheduler_hooks import hook_scheduler
@@ -132,7 +131,7 @@ class RetentionManager(SingleTypeKVCacheManager):
         """Tokens that the request's blocks must have room for, its turned copies included."""
         policy = self.policy_of(request_id)
         page = self.kv_cache_spec.page_tokens
-        copies = copied_pages(policy, page)
+        copies = self.kv_cache_spec.copied_pages(policy)
         if policy is None or not copies:
             return num_tokens
         budget, prefix, last = policy.context_budget, policy.protected_prefix, num_tokens - 1

@@ -9,8 +9,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_plugin.kv.retention import max_resident_pages
-from mstar_vllm.positions import ABSOLUTE, policy_with, positions_of, spare_pages
+from mstar_plugin.kv.retention import max_resident_pages, protected_pages
+from mstar_vllm.positions import ABSOLUTE, ROLLING, policy_with, positions_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +36,8 @@ class RetentionSpec(AttentionSpec):
     """The server's protected tokens."""
     positions: str = ABSOLUTE
     """How the server's requests see their protected keys, see `mstar_vllm.positions`."""
+    keeps_copies: bool = False
+    """Whether requests with rolling positions hold turned copies of their protected pages."""
     in_flight_tokens: int = 0
     """Tokens that can be scheduled and not yet settled, lookahead included."""
     release_tokens: int | None = None
@@ -63,7 +65,18 @@ class RetentionSpec(AttentionSpec):
             self.page_tokens,
             self.in_flight_tokens,
         )
-        return resident + spare_pages(policy, self.page_tokens)
+        return resident + self.spare_pages(policy)
+
+    def spare_pages(self, policy: RetentionPolicy | None) -> int:
+        """Pages that the copies add to a request's most: themselves, and one that lies between."""
+        copies = self.copied_pages(policy)
+        return copies + 1 if copies else 0
+
+    def copied_pages(self, policy: RetentionPolicy | None) -> int:
+        """Pages that a request under `policy` keeps a turned copy of."""
+        if policy is None or not self.keeps_copies or positions_of(policy) != ROLLING:
+            return 0
+        return protected_pages(policy.protected_prefix, self.page_tokens)
 
     def admission_cap(self) -> int | None:
         """Most blocks any request of this server holds: a page more than the server's own policy.
@@ -79,14 +92,17 @@ class RetentionSpec(AttentionSpec):
         return min(blocks, cap or blocks) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        return cdiv(max_len, self.block_size) + spare_pages(self.policy, self.page_tokens)
+        return cdiv(max_len, self.block_size) + self.spare_pages(self.policy)
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size, release_tokens=self.page_tokens)
 
 
 def converted(
-    spec: AttentionSpec, policy: RetentionPolicy | None, in_flight_tokens: int
+    spec: AttentionSpec,
+    policy: RetentionPolicy | None,
+    in_flight_tokens: int,
+    keeps_copies: bool = False,
 ) -> AttentionSpec:
     """`spec` as a `RetentionSpec` where it is plain full attention, else `spec` itself."""
     if type(spec) is not FullAttentionSpec or is_special(spec):
@@ -98,6 +114,7 @@ def converted(
         context_budget=policy.context_budget if policy else None,
         protected_prefix=policy.protected_prefix if policy else 0,
         positions=positions_of(policy),
+        keeps_copies=keeps_copies,
         in_flight_tokens=in_flight_tokens,
     )
 

@@ -1,4 +1,5 @@
-"""The batch transform as one Triton kernel: lengths, row boundaries and page tables on device.
+"""The batch transform as one Triton kernel: lengths, row boundaries and page tables on device; and
+the turn of queries towards keys that are seen at another distance.
 
 Letters as in `visibility.py`: `R` requests, `V` rows after the split, `W` table columns.
 """
@@ -22,6 +23,7 @@ def compact_rows(
     query_start,
     dense,
     head_pages,
+    turned_pages,
     slots,
     row_request,
     row_offset,
@@ -29,6 +31,10 @@ def compact_rows(
     out_stride,
     out_seq_lens,
     out_query_start,
+    out_head_tables,
+    out_head_stride,
+    out_head_lens,
+    out_turns,
     num_rows,
     num_slots,
     last_column,
@@ -37,13 +43,16 @@ def compact_rows(
     PER_ROW: tl.constexpr,
     BY_SLOT: tl.constexpr,
     SPLIT: tl.constexpr,
+    TURNS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One program a row: its length, its first token and its table without the released pages.
 
-    tables: `[R, W]`; seq_lens: `[R]`; query_start: `[R + 1]`; all int32. dense, head_pages: int32,
-    one entry for all requests, one a request (`PER_ROW`), or one a runner slot (`BY_SLOT`), found
-    through slots, `[num_slots]` int64; requests behind those are padding. Where `SPLIT`,
+    tables: `[R, W]`; seq_lens: `[R]`; query_start: `[R + 1]`; all int32. dense, head_pages,
+    turned_pages: int32, one entry for all requests, one a request (`PER_ROW`), or one a runner slot
+    (`BY_SLOT`), found through slots, `[num_slots]` int64; requests behind those are padding. Where
+    `TURNS`, a row that does not see every page has its turned_pages in a table and a length of
+    their own, and the tokens to turn its queries back by. Where `SPLIT`,
     row_request and row_offset, `[V]` int32, name a row's request and its number among that
     request's rows, and a row past the request's last comes out empty; else a row is a request of at
     most one token.
@@ -69,13 +78,26 @@ def compact_rows(
         if row == num_rows - 1:
             tl.store(out_query_start + num_rows, tl.load(query_start + request + 1))
     visible = end - released * PAGE_TOKENS
+    head = tl.load(head_pages + entry)
+    gap = released
+    source = tables + request.to(tl.int64) * tables_stride
+    if TURNS:
+        apart = tl.where((released > 0) & (visible > 0), tl.load(turned_pages + entry), 0)
+        tl.store(out_head_lens + row, apart * PAGE_TOKENS)
+        tl.store(out_turns + row, tl.where(apart > 0, released * PAGE_TOKENS, 0))
+        width = apart * (PAGE_TOKENS // BLOCK_TOKENS)
+        target = out_head_tables + row.to(tl.int64) * out_head_stride
+        _copy_columns(source, target, width, width, 0, last_column, COLUMNS)
+        visible -= apart * PAGE_TOKENS
+        head = tl.where(apart > 0, 0, head)
+        gap += apart
     tl.store(out_seq_lens + row, visible)
     _copy_columns(
-        tables + request.to(tl.int64) * tables_stride,
+        source,
         out_tables + row.to(tl.int64) * out_stride,
         (visible + BLOCK_TOKENS - 1) // BLOCK_TOKENS,
-        tl.load(head_pages + entry) * (PAGE_TOKENS // BLOCK_TOKENS),
-        released * (PAGE_TOKENS // BLOCK_TOKENS),
+        head * (PAGE_TOKENS // BLOCK_TOKENS),
+        gap * (PAGE_TOKENS // BLOCK_TOKENS),
         last_column,
         COLUMNS,
     )
@@ -116,3 +138,55 @@ def _copy_columns(
         source = tl.where(column < head_blocks, column, column + gap)
         block = tl.load(source_row + tl.minimum(source, last_column), mask=column < width)
         tl.store(target_row + column, block, mask=column < width)
+
+
+@triton.jit
+def turn_back(
+    queries,
+    token_stride,
+    head_stride,
+    query_start,
+    turns,
+    revolutions,
+    out,
+    out_token_stride,
+    out_head_stride,
+    PAIRS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRS_AT_ONCE: tl.constexpr,
+    REST_AT_ONCE: tl.constexpr,
+):
+    """One program a row and head: the row's queries, as if `turns[row]` tokens earlier.
+
+    queries, out: `[T, heads, HEAD_SIZE]`; query_start: `[V + 1]`, turns: `[V]`, int32. revolutions:
+    `[PAIRS]` float64, turns of each pair per token. Rows that turn by nothing are left out.
+    """
+    row = tl.program_id(0)
+    turn = tl.load(turns + row)
+    if turn == 0:
+        return
+    pair = tl.arange(0, PAIRS_AT_ONCE)
+    turned = turn.to(tl.float64) * tl.load(revolutions + pair, mask=pair < PAIRS, other=0.0)
+    angle = (turned - tl.floor(turned)).to(tl.float32) * 6.283185307179586
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    first, second = pair, pair + PAIRS
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    rest = 2 * PAIRS + tl.arange(0, REST_AT_ONCE)
+    head = tl.program_id(1).to(tl.int64)
+    begin = tl.load(query_start + row)
+    source = queries + begin.to(tl.int64) * token_stride + head * head_stride
+    target = out + begin.to(tl.int64) * out_token_stride + head * out_head_stride
+    for _ in range(begin, tl.load(query_start + row + 1)):
+        x = tl.load(source + first, mask=pair < PAIRS, other=0.0)
+        y = tl.load(source + second, mask=pair < PAIRS, other=0.0)
+        across = x.to(tl.float32) * cos + y.to(tl.float32) * sin
+        along = y.to(tl.float32) * cos - x.to(tl.float32) * sin
+        tl.store(target + first, across.to(x.dtype), mask=pair < PAIRS)
+        tl.store(target + second, along.to(x.dtype), mask=pair < PAIRS)
+        if 2 * PAIRS < HEAD_SIZE:
+            kept = tl.load(source + rest, mask=rest < HEAD_SIZE)
+            tl.store(target + rest, kept, mask=rest < HEAD_SIZE)
+        source += token_stride
+        target += out_token_stride

@@ -14,7 +14,7 @@ from mstar_plugin.kv.host_index import PinnedIndexRing
 from mstar_vllm import rows, rows_v2
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.retention import BatchLimits
-from mstar_vllm.visibility import RowLimits, limits_of
+from mstar_vllm.visibility import RowLimits
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**31 - 1
 # More steps than an engine keeps in flight, so that no copy is waited for.
 STAGED_STEPS = 4
+COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
     """The same limits twice.
 
-    host: for planning. dense, head_pages: int32 on device: one entry for all requests, or, where
-    `per_row`, one a request, or, where slots is given, one a runner slot; slots: `[requests]` int64
-    on device.
+    host: for planning. dense, head_pages, turned_pages (the head pages where the request's
+    positions roll, else 0): int32 on device: one entry for all requests, or, where `per_row`, one a
+    request, or, where slots is given, one a runner slot; slots: `[requests]` int64 on device.
     """
 
     host: RowLimits
     dense: torch.Tensor
     head_pages: torch.Tensor
+    turned_pages: torch.Tensor
     per_row: bool = False
     slots: torch.Tensor | None = None
 
@@ -65,19 +67,13 @@ class DeviceBatchLimits:
             return self.of_server
         host = self._on_host.current(num_requests)
         assert host is not None
-        dense, head_pages = self._copied(host)
-        return DeviceLimits(host=host, dense=dense, head_pages=head_pages, per_row=True)
+        return self._of(host, self._copied(host), per_row=True)
 
     def _shared(self, policy: RetentionPolicy | None) -> DeviceLimits | None:
         if policy is None:
             return None
         host = RowLimits.of_policy(policy, self._page_tokens)
-        pair = torch.tensor(
-            [[min(int(host.dense), MOST_TOKENS)], [int(host.head_pages)]],
-            dtype=torch.int32,
-            device=self._device,
-        )
-        return DeviceLimits(host=host, dense=pair[0], head_pages=pair[1])
+        return self._of(host, torch.from_numpy(columns_of(host)).to(self._device))
 
     def _by_slot(self, batch: rows_v2.BatchPolicies, num_requests: int) -> DeviceLimits:
         if self._slots is None or self._slots.policies is not batch.policies:
@@ -86,23 +82,32 @@ class DeviceBatchLimits:
         limits.refresh()
         slots = np.zeros(num_requests, dtype=np.int64)
         np.maximum(batch.slots_on_host, 0, out=slots[: len(batch.slots_on_host)])
-        host = RowLimits(
-            dense=limits.on_host[0, slots],
-            head_pages=limits.on_host[1, slots],
-            page_tokens=self._page_tokens,
-        )
-        dense, head_pages = limits.on_device
-        return DeviceLimits(host=host, dense=dense, head_pages=head_pages, slots=batch.slots)
+        return self._of(limits.of_slots(slots), limits.on_device, slots=batch.slots)
+
+    @staticmethod
+    def _of(host: RowLimits, columns: torch.Tensor, **where: Any) -> DeviceLimits:
+        """columns: as of `columns_of`, on device."""
+        dense, head, turned = columns.unbind()
+        return DeviceLimits(host=host, dense=dense, head_pages=head, turned_pages=turned, **where)
 
     def _copied(self, host: RowLimits) -> torch.Tensor:
         if self._ring is None or self._rows is None:
-            self._ring = PinnedIndexRing(2 * self._max_requests, STAGED_STEPS, per_plan=1)
-            self._rows = torch.zeros(2, self._max_requests, dtype=torch.int32, device=self._device)
+            self._ring = PinnedIndexRing(COLUMNS * self._max_requests, STAGED_STEPS, per_plan=1)
+            self._rows = torch.zeros(
+                COLUMNS, self._max_requests, dtype=torch.int32, device=self._device
+            )
         self._ring.begin_plan()
-        pair = np.stack([np.minimum(host.dense, MOST_TOKENS), host.head_pages])
-        count = pair.shape[1]
-        staged = self._ring.take(pair.reshape(-1).astype(np.int32)).view(2, count)
-        return self._rows[:, :count].copy_(staged, non_blocking=True)
+        columns = columns_of(host)
+        staged = self._ring.take(columns.reshape(-1)).view(columns.shape)
+        return self._rows[:, : columns.shape[1]].copy_(staged, non_blocking=True)
+
+
+def columns_of(limits: RowLimits) -> npt.NDArray[np.int32]:
+    """What the kernel reads of limits, `[COLUMNS, R]`: dense tokens, head pages, turned pages."""
+    turned = np.where(limits.rolling, limits.head_pages, 0)
+    columns = [np.minimum(limits.dense, MOST_TOKENS), limits.head_pages, turned]
+    table: npt.NDArray[np.int32] = np.stack(np.broadcast_arrays(*columns)).astype(np.int32)
+    return table.reshape(COLUMNS, -1)
 
 
 class SlotLimits:
@@ -119,21 +124,24 @@ class SlotLimits:
         self._server = server
         self._page_tokens = page_tokens
         self._version = -1
-        self._ring = PinnedIndexRing(2 * policies.num_slots, STAGED_STEPS, per_plan=1)
-        self.on_host: npt.NDArray[np.int64] = np.zeros((2, policies.num_slots), dtype=np.int64)
-        self.on_device = torch.zeros(2, policies.num_slots, dtype=torch.int32, device=device)
+        count = policies.num_slots
+        self._ring = PinnedIndexRing(COLUMNS * count, STAGED_STEPS, per_plan=1)
+        self._on_host = RowLimits(np.zeros(count, np.int64), np.zeros(count, np.int64), page_tokens)
+        self.on_device = torch.zeros(COLUMNS, count, dtype=torch.int32, device=device)
+
+    def of_slots(self, slots: npt.NDArray[np.int64]) -> RowLimits:
+        """Limits of the requests in `slots`."""
+        known = self._on_host
+        return RowLimits(known.dense[slots], known.head_pages[slots], known.page_tokens)
 
     def refresh(self) -> None:
         """Bring both copies up to date; free where no request came or went."""
         if self._version == self.policies.version:
             return
         self._version = self.policies.version
-        known: dict[Any, tuple[int, int]] = {}
-        for slot, own in enumerate(self.policies.by_slot):
-            policy = own or self._server
-            if policy not in known:
-                known[policy] = limits_of(policy, self._page_tokens)
-            self.on_host[:, slot] = known[policy]
+        policies = [own or self._server for own in self.policies.by_slot]
+        self._on_host = RowLimits.of_policies(policies, self._page_tokens)
         self._ring.begin_plan()
-        staged = self._ring.take(np.minimum(self.on_host, MOST_TOKENS).reshape(-1))
-        self.on_device.copy_(staged.view(2, -1), non_blocking=True)
+        columns = columns_of(self._on_host)
+        staged = self._ring.take(columns.reshape(-1)).view(columns.shape)
+        self.on_device.copy_(staged, non_blocking=True)

@@ -35,24 +35,48 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Protected pages that the rows of one batch see apart from the others, all on device.
+
+    tables: `[V, H]`; seq_lens: `[V]`, 0 where a row sees them with the others; turns: `[V]`, tokens
+    that a row's queries turn back by.
+    """
+
+    tables: torch.Tensor
+    seq_lens: torch.Tensor
+    turns: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RowViews:
     """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of the rows of one batch."""
 
     tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start: torch.Tensor
+    head: HeadRows
 
 
 class RowBuffers:
-    """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of rows, int32 on device.
+    """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of rows, int32 on device, and what
+    they see apart: `head_width` columns, 0 where all is seen together.
 
     Where `is_fixed` their addresses never change, and a batch that does not fit is a RuntimeError;
     else they grow.
     """
 
-    def __init__(self, num_rows: int, width: int, device: torch.device, is_fixed: bool) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        device: torch.device,
+        *,
+        is_fixed: bool,
+        head_width: int = 0,
+    ) -> None:
         self._device = device
         self._is_fixed = is_fixed
+        self.head_width = head_width
         self._allocate(num_rows, width)
 
     def reserve(self, num_rows: int, width: int) -> None:
@@ -75,15 +99,28 @@ class RowBuffers:
                 tables=self.tables[:num_rows],
                 seq_lens=self.seq_lens[:num_rows],
                 query_start=self.query_start[: num_rows + 1],
+                head=HeadRows(
+                    tables=self.head.tables[:num_rows],
+                    seq_lens=self.head.seq_lens[:num_rows],
+                    turns=self.head.turns[:num_rows],
+                ),
             )
             self._views[num_rows] = views
         return views
 
     def _allocate(self, num_rows: int, width: int) -> None:
         self._views: dict[int, RowViews] = {}
-        self.tables = torch.zeros(num_rows, width, dtype=torch.int32, device=self._device)
-        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
-        self.query_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
+        self.tables = self._zeros(num_rows, width)
+        self.seq_lens = self._zeros(num_rows)
+        self.query_start = self._zeros(num_rows + 1)
+        self.head = HeadRows(
+            tables=self._zeros(num_rows, self.head_width),
+            seq_lens=self._zeros(num_rows),
+            turns=self._zeros(num_rows),
+        )
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=self._device)
 
 
 class RowPlans:
@@ -135,6 +172,7 @@ def fill_rows(
         batch.query_start_loc,
         limits.dense,
         limits.head_pages,
+        limits.turned_pages,
         unused if slots is None else slots,
         unused if plan is None else plan[0],
         unused if plan is None else plan[1],
@@ -142,6 +180,10 @@ def fill_rows(
         out.tables.stride(0),
         out.seq_lens,
         out.query_start,
+        out.head.tables,
+        out.head.tables.stride(0),
+        out.head.seq_lens,
+        out.head.turns,
         num_rows,
         0 if slots is None else slots.shape[0],
         tables.shape[1] - 1,
@@ -150,5 +192,6 @@ def fill_rows(
         PER_ROW=limits.per_row,
         BY_SLOT=slots is not None,
         SPLIT=plan is not None,
+        TURNS=out.head_width > 0,
         COLUMNS=COLUMNS_AT_ONCE,
     )

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from mstar_plugin.kv.retention import protected_pages
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.device_limits import MOST_TOKENS, DeviceBatchLimits, DeviceLimits
-from mstar_vllm.device_rows import Pages, RowBuffers, RowPlans, fill_rows
+from mstar_vllm.device_rows import HeadRows, Pages, RowBuffers, RowPlans, fill_rows
+from mstar_vllm.positions import ROLLING
 from mstar_vllm.visibility import IntArray, RowLimits, split_rows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class BatchShape:
     """What the batches of a group can be.
 
     drafts: speculative tokens a request can bring to a step. plans_on_host: whether the parent
-    needs exact lengths on the host.
+    needs exact lengths on the host. turned_pages: most protected pages that a row can see apart.
     """
 
     pages: Pages
@@ -36,6 +38,7 @@ class BatchShape:
     max_model_len: int
     drafts: int
     plans_on_host: bool
+    turned_pages: int = 0
 
     @property
     def draft_rows(self) -> int:
@@ -56,6 +59,7 @@ def device_visibility(
         max_model_len=vllm_config.model_config.max_model_len,
         drafts=vllm_config.num_speculative_tokens,
         plans_on_host=plans_on_host,
+        turned_pages=turned_pages(spec),
     )
     return DeviceVisibility(shape, DeviceBatchLimits(spec, max_requests, device), device)
 
@@ -63,6 +67,19 @@ def device_visibility(
 def is_bounded(spec: Any) -> bool:
     """Whether the server's own policy holds for the layers of `spec`."""
     return isinstance(spec, RetentionSpec) and spec.policy is not None
+
+
+def turned_pages(spec: RetentionSpec) -> int:
+    """Protected pages of the server's policy where its positions roll, else 0."""
+    if spec.positions != ROLLING:
+        return 0
+    return protected_pages(spec.protected_prefix, spec.page_tokens)
+
+
+class RollingBatch(CommonAttentionMetadata):
+    """A batch whose rows see their protected pages apart."""
+
+    head: HeadRows
 
 
 @dataclass(slots=True)
@@ -81,13 +98,14 @@ class DeviceVisibility:
         self._shape = shape
         self._limits = limits
         self._plans = RowPlans(device)
-        self._chunks = RowBuffers(0, 0, device, is_fixed=False)
+        head_width = shape.pages.blocks(shape.turned_pages * shape.pages.page_tokens)
+        self._chunks = RowBuffers(0, 0, device, is_fixed=False, head_width=head_width)
         self._draft_plan = self._plans.uniform(shape.max_requests, shape.draft_rows)
         self._most_visible = self._most_under_server()
         has_server = limits.server is not None
         rows = shape.max_requests * shape.draft_rows if has_server else 0
         width = shape.pages.blocks(self._most_visible) if has_server else 0
-        self._decode = RowBuffers(rows, width, device, is_fixed=has_server)
+        self._decode = RowBuffers(rows, width, device, is_fixed=has_server, head_width=head_width)
         self._warm_up()
 
     def visible(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -171,8 +189,10 @@ class DeviceVisibility:
         """
         out.reserve(num_rows, self._shape.pages.blocks(longest))
         fill_rows(out, batch, limits, self._shape.pages, num_rows, plan)
-        seen = shallow_copy(batch)
         views = out.views(num_rows)
+        seen = shallow_copy(batch, RollingBatch if out.head_width else type(batch))
+        if isinstance(seen, RollingBatch):
+            seen.head = views.head
         seen.num_reqs = num_rows
         seen.seq_lens, seen.block_table_tensor = views.seq_lens, views.tables
         seen.max_seq_len = longest
@@ -225,9 +245,11 @@ class DeviceVisibility:
         return max(1, int(np.minimum(stored, limits.dense + limits.page_tokens).max()))
 
 
-def shallow_copy(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A copy of the object alone; `copy.copy` takes five times as long for it."""
-    made: CommonAttentionMetadata = object.__new__(type(batch))
+def shallow_copy(
+    batch: CommonAttentionMetadata, kind: type[CommonAttentionMetadata]
+) -> CommonAttentionMetadata:
+    """The object alone, as one of `kind`; `copy.copy` takes five times as long for it."""
+    made: CommonAttentionMetadata = object.__new__(kind)
     made.__dict__.update(batch.__dict__)
     return made
 

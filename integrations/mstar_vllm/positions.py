@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_plugin.kv.retention import protected_pages
 
 ABSOLUTE, ROLLING = "absolute", "rolling"
 POSITIONS = (ABSOLUTE, ROLLING)
@@ -30,16 +29,3 @@ def policy_with(budget: int, prefix: int, positions: str) -> RetentionPolicy:
 def positions_of(policy: RetentionPolicy | None) -> str:
     """Example: a plain policy -> "absolute"."""
     return ROLLING if isinstance(policy, RollingPolicy) else ABSOLUTE
-
-
-def copied_pages(policy: RetentionPolicy | None, page_tokens: int) -> int:
-    """Pages that a request under `policy` keeps a turned copy of."""
-    if not isinstance(policy, RollingPolicy):
-        return 0
-    return protected_pages(policy.protected_prefix, page_tokens)
-
-
-def spare_pages(policy: RetentionPolicy | None, page_tokens: int) -> int:
-    """Pages that the copies add to a request's most: themselves, and one that lies between."""
-    copies = copied_pages(policy, page_tokens)
-    return copies + 1 if copies else 0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_vllm import rows, session
 from mstar_vllm.cache_specs import RetentionSpec, converted
 from mstar_vllm.plugin import BACKEND_NAME
-from mstar_vllm.positions import ROLLING, positions_of
-from mstar_vllm.visibility import RowLimits, limits_of
+from mstar_vllm.visibility import RowLimits
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
@@ -19,6 +16,9 @@ if TYPE_CHECKING:
 
 class RetentionBackend:
     """What the backend says of itself whatever kernels it runs on; mixed in before the parent."""
+
+    keeps_copies = False
+    """Whether rolling positions are served from turned copies of the protected pages."""
 
     @staticmethod
     def get_name() -> str:
@@ -30,7 +30,9 @@ class RetentionBackend:
         active = session.current()
         if active is None or active.plan.obstacle is not None:
             return spec
-        return converted(spec, active.plan.retention, active.in_flight_tokens)
+        return converted(
+            spec, active.plan.retention, active.in_flight_tokens, keeps_copies=cls.keeps_copies
+        )
 
 
 class BatchLimits:
@@ -52,16 +54,6 @@ class BatchLimits:
         return self._per_row(own, num_rows)
 
     def _per_row(self, own: rows.RowPolicies, num_rows: int) -> RowLimits:
-        known: dict[RetentionPolicy | None, tuple[int, int, bool]] = {}
         policies = [policy or self._server for policy in own]
         policies += [self._server] * (num_rows - len(policies))
-        for policy in set(policies):
-            rolls = positions_of(policy) == ROLLING
-            known[policy] = (*limits_of(policy, self._page_tokens), rolls)
-        columns = np.array([known[policy] for policy in policies[:num_rows]], dtype=np.int64)
-        return RowLimits(
-            dense=columns[:, 0],
-            head_pages=columns[:, 1],
-            page_tokens=self._page_tokens,
-            rolling=columns[:, 2].astype(bool),
-        )
+        return RowLimits.of_policies(policies[:num_rows], self._page_tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mstar_plugin.model_kv import LayerKind, ModelKV
+from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV
 from mstar_plugin.rotary import inverse_frequencies
 from mstar_vllm.crosscheck import layer_index
 from mstar_vllm.positions import ABSOLUTE, ROLLING
@@ -16,32 +16,38 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from mstar_vllm.settings import Settings
 
-def check_rolling(vllm_config: VllmConfig, model: ModelKV | None) -> None:
+
+def check_rolling(vllm_config: VllmConfig, settings: Settings, model: ModelKV | None) -> None:
     """ValueError that names the first thing that rules rolling positions out."""
-    obstacle = _obstacle(vllm_config, model)
+    obstacle = _obstacle(vllm_config, settings, model)
     if obstacle is not None:
         raise ValueError(
             f"mstar cannot keep positions {ROLLING!r} with {obstacle}; use {ABSOLUTE!r}"
         )
 
 
-def _obstacle(vllm_config: VllmConfig, model: ModelKV | None) -> str | None:
+def _obstacle(vllm_config: VllmConfig, settings: Settings, model: ModelKV | None) -> str | None:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import is_quantized_kv_cache
 
-    if not current_platform.is_cpu():
-        return f"kernels for {current_platform.device_name}, only with those for cpu"
+    on_cuda = not current_platform.is_cpu()
+    if on_cuda and settings.kernels == "flashinfer":
+        return "FlashInfer's kernels, only with FlashAttention's"
     if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
         return f"a KV cache of {vllm_config.cache_config.cache_dtype}"
     if model is None:
         return "a model whose rotary settings no adapter declares"
-    return _unknown_scheme(model)
+    full = [layer for layer in model.layers if layer.kind is LayerKind.FULL]
+    if on_cuda and any(layer.has_sinks for layer in full):
+        return "attention sinks on CUDA"
+    return _unknown_scheme(full)
 
 
-def _unknown_scheme(model: ModelKV) -> str | None:
-    for layer in model.layers:
-        if layer.kind is LayerKind.FULL and layer.rotary is not None:
+def _unknown_scheme(layers: Iterable[LayerKV]) -> str | None:
+    for layer in layers:
+        if layer.rotary is not None:
             try:
                 inverse_frequencies(layer.rotary)
             except ValueError as error:
@@ -52,17 +58,21 @@ def _unknown_scheme(model: ModelKV) -> str | None:
 def give_layers_their_turn(
     vllm_config: VllmConfig, model: ModelKV, layer_names: Iterable[str]
 ) -> None:
-    """Let each layer that stores keys turn its copies of them."""
-    from mstar_vllm.cpu_key_turn import KeyTurn
-
+    """Tell each layer that reads the keys of `layer_names` how they are turned."""
     rotary = {layer.index: layer.rotary for layer in model.layers}
+    device = vllm_config.device_config.device
+    stores = set(layer_names)
     built: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    for name in layer_names:
-        layer = built[name]
-        if layer.kv_sharing_target_layer_name is None:
-            index = layer_index(name)
-            if index is None:
-                raise ValueError(
-                    f"mstar cannot keep positions {ROLLING!r}: no decoder layer is named {name!r}"
-                )
-            layer.impl.key_turn = KeyTurn(rotary[index])
+    for name, layer in built.items():
+        source = getattr(layer, "kv_sharing_target_layer_name", None) or name
+        if source in stores:
+            layer.impl.roll(rotary[_index_of(name)], device, stores_keys=source == name)
+
+
+def _index_of(name: str) -> int:
+    index = layer_index(name)
+    if index is None:
+        raise ValueError(
+            f"mstar cannot keep positions {ROLLING!r}: no decoder layer is named {name!r}"
+        )
+    return index

@@ -57,7 +57,7 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     if retention is None and obstacle is None and model is not None:
         retention = model.retention
     if positions_of(retention) == ROLLING:
-        check_rolling(vllm_config, model)
+        check_rolling(vllm_config, settings, model)
     return ServingPlan(
         settings=settings,
         adapter=name,

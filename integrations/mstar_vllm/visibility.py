@@ -10,6 +10,7 @@ Letters in shapes: `R` requests, `V` rows after the split, `W` table columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,21 @@ class RowLimits:
             head_pages=head,
             page_tokens=page_tokens,
             rolling=positions_of(policy) == ROLLING,
+        )
+
+    @classmethod
+    def of_policies(cls, policies: Sequence[RetentionPolicy | None], page_tokens: int) -> RowLimits:
+        """Limits of a batch whose requests have these policies."""
+        known = {
+            policy: (*limits_of(policy, page_tokens), positions_of(policy) == ROLLING)
+            for policy in set(policies)
+        }
+        columns = np.array([known[policy] for policy in policies], dtype=np.int64).reshape(-1, 3)
+        return cls(
+            dense=columns[:, 0],
+            head_pages=columns[:, 1],
+            page_tokens=page_tokens,
+            rolling=columns[:, 2].astype(bool),
         )
 
     def reach(self) -> int:

@@ -1,7 +1,8 @@
 """Runs engines one after the other in this process: `run_engines.py JOBS RESULTS`, both JSON files.
 
 A job: {"model", "backend", "engine": arguments of LLM, "rounds": [[request, ...], ...]}; a request:
-{"prompt": token ids, "sampling": arguments of SamplingParams, "lora": an adapter's folder, if any}.
+{"prompt": token ids, "sampling": arguments of SamplingParams, "lora": an adapter's folder, if any,
+"rank": the data-parallel rank that serves it, if one must}.
 A job with "async": true runs in an AsyncLLM, whose engine is a process of its own. A result: per
 round and request the token ids, the chosen tokens' log-probabilities and the prompt tokens found in
 the prefix cache; or {"error": text} where the engine did not start or failed. Kept apart from the
@@ -105,7 +106,8 @@ async def last(llm: Any, name: str, request: dict[str, Any]) -> dict[str, Any]:
 
     prompt = {"prompt_token_ids": request["prompt"]}
     params = SamplingParams(**request["sampling"])
-    outputs = [output async for output in llm.generate(prompt, params, name)]
+    rank = {"data_parallel_rank": request["rank"]} if "rank" in request else {}
+    outputs = [output async for output in llm.generate(prompt, params, name, **rank)]
     return answer(outputs[-1])
 
 

@@ -30,7 +30,7 @@ from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import copy_page, protected_pages, released_pages
 from mstar_vllm.cache_managers import RetentionManager, register_specs
 from mstar_vllm.cache_specs import RetentionSpec, converted
-from mstar_vllm.positions import RollingPolicy, copied_pages
+from mstar_vllm.positions import RollingPolicy
 
 pytestmark = pytest.mark.vllm
 
@@ -48,7 +48,9 @@ def registered() -> None:
 
 
 def spec_for(policy: RetentionPolicy | None, **changes: Any) -> RetentionSpec:
-    spec = converted(FullAttentionSpec(block_size=BLOCK, **_HEADS), policy, CHUNK)
+    spec = converted(
+        FullAttentionSpec(block_size=BLOCK, **_HEADS), policy, CHUNK, keeps_copies=True
+    )
     assert isinstance(spec, RetentionSpec)
     return replace(spec, **changes)
 
@@ -164,9 +166,9 @@ def test_rolling_requests_own_room_for_their_copies_within_the_cap(
     numbers = policy.context_budget, policy.protected_prefix, BLOCK
     table = manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
     if released_pages(last, *numbers):
-        room = copy_page(last, *numbers) + copied_pages(policy, BLOCK)
+        room = copy_page(last, *numbers) + spec.copied_pages(policy)
         assert len(table) == room
-        assert not any(block.is_null for block in table[room - copied_pages(policy, BLOCK) :])
+        assert not any(block.is_null for block in table[room - spec.copied_pages(policy) :])
         longest = prompt + steps
         assert room <= spec.max_num_blocks_per_req(None, longest)  # type: ignore[arg-type]
     manager.free(request)

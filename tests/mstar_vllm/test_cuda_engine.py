@@ -15,12 +15,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 STOCK = {"flash_attn": "FLASH_ATTN", "flashinfer": "FLASHINFER"}
 POLICY = [64, 20]
+ROLLING = [64, 20, "rolling"]
 OWN = {"mstar_context_budget": 48, "mstar_protected_prefix": 20}
 CARD = {
     "dtype": "float16",
     "enforce_eager": False,
     # Starts in a third of the time; one way of serving below is compiled.
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    # Measured memory would be wrong beside another engine on the card.
+    "kv_cache_memory_bytes": 2**30,
     "gpu_memory_utilization": 0.1,
     "cudagraph_capture_sizes": [1, 2, 4, 8],
     "max_num_seqs": 8,
@@ -34,7 +37,7 @@ def tokens(length: int, seed: int) -> list[int]:
     return [(seed * 7919 + i * i * 31 + i * 17) % 40000 + 100 for i in range(length)]
 
 
-def request(length: int, seed: int, own: dict[str, int] | None = None) -> dict[str, Any]:
+def request(length: int, seed: int, own: dict[str, Any] | None = None) -> dict[str, Any]:
     sampling = {
         "max_tokens": 64,
         "temperature": 0.0,
@@ -46,15 +49,17 @@ def request(length: int, seed: int, own: dict[str, int] | None = None) -> dict[s
 
 
 ROUND = [request(300, 1), request(150, 2), request(40, 3), request(83, 4), request(84, 5)]
+MANY = [request(20 + 5 * number, number) for number in range(64)]
 OWN_ROUND = [request(300, 1, OWN), request(150, 2), request(83, 4, OWN)]
 
 
 def job(
-    model: Any, kernels: str, policy: list[int] | None, requests: Any, **engine: Any
+    model: Any, kernels: str, policy: list[Any] | None, requests: Any, **engine: Any
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {"kernels": kernels}
     if policy is not None:
-        settings["retention"] = {"context_budget": policy[0], "protected_prefix": policy[1]}
+        names = ("context_budget", "protected_prefix", "positions")
+        settings["retention"] = dict(zip(names, policy, strict=False))
     engine = {**CARD, "additional_config": {"mstar": settings}, **engine}
     return {"model": str(model), "backend": "mstar", "engine": engine, "rounds": [requests]}
 
@@ -77,6 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "compilation_config": {},
     },
     "pages of 64": {"block_size": 64, "max_num_batched_tokens": 512},
+    "pages of 128": {"block_size": 128, "max_num_batched_tokens": 2048},
     "one at a time": {"block_size": 16, "max_num_seqs": 1, "max_num_batched_tokens": 256},
     "a pool that preempts": {
         "block_size": 16,
@@ -182,6 +188,74 @@ def test_bounded_answers_are_the_masked_models(
     assert max(deviations(answers, full)) > 10 * worst, "the policy must show"
 
 
+def test_sixty_four_requests_at_once(
+    rounding: Any, run_engines: Any, smollm2: Any, judge: Any
+) -> None:
+    engine = {"max_num_seqs": 64, "cudagraph_capture_sizes": [16, 64], "block_size": 16}
+    (result,) = run_engines([job(smollm2, rounding[0], POLICY, MANY, **engine)])
+    assert "rounds" in result, result
+    answers = result["rounds"][0]
+    judged = judge(MANY, answers, [POLICY] * len(MANY))
+    assert max(deviations(answers, judged)) < 3 * rounding[2]
+    assert mistakes(answers, judged, tie=3 * rounding[2]) == 0
+
+
+def test_a_cache_in_eight_bits(kernels: str, run_engines: Any, smollm2: Any, judge: Any) -> None:
+    eight = {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "fp8",
+        "block_size": 16,
+        "max_num_batched_tokens": 512,
+    }
+    jobs = [stock(smollm2, kernels, ROUND, **eight), job(smollm2, kernels, POLICY, ROUND, **eight)]
+    plain, bounded = run_engines(jobs)
+    assert "rounds" in plain and "rounds" in bounded, (plain, bounded)
+    answers = plain["rounds"][0]
+    allowed = 3 * max(deviations(answers, judge(ROUND, answers, [None] * len(ROUND))))
+    answers = bounded["rounds"][0]
+    assert max(deviations(answers, judge(ROUND, answers, [POLICY] * len(ROUND)))) < allowed
+
+
+@pytest.fixture(scope="module")
+def flash_rounding(run_engines: Any, smollm2: Any, judge: Any) -> float:
+    """The largest deviation of stock FlashAttention from full attention in float32."""
+    (result,) = run_engines([stock(smollm2, "flash_attn", ROUND, block_size=16)])
+    assert "rounds" in result, result
+    answers = result["rounds"][0]
+    return max(deviations(answers, judge(ROUND, answers, [None] * len(ROUND))))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rolling_answers_are_the_models(
+    way: str, flash_rounding: float, run_engines: Any, smollm2: Any, judge: Any
+) -> None:
+    (result,) = run_engines([job(smollm2, "flash_attn", ROLLING, ROUND, **WAYS[way])])
+    assert "rounds" in result, result
+    answers, page = result["rounds"][0], WAYS[way]["block_size"]
+    judged = judge(ROUND, answers, [ROLLING] * len(ROUND), page)
+    worst = max(deviations(answers, judged))
+    print(f"rolling, {way}: deviates by {worst:.2e}")
+    assert worst < 3 * flash_rounding
+    assert mistakes(answers, judged, tie=3 * flash_rounding) == 0
+    absolute = judge(ROUND, answers, [POLICY] * len(ROUND), page)
+    assert max(deviations(answers, absolute)) > 5 * worst, "the positions must show"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_requests_choose_their_positions(
+    runner: str, flash_rounding: float, run_engines: Any, smollm2: Any, judge: Any
+) -> None:
+    still = {"mstar_positions": "absolute"}
+    requests = [request(300, 1, still), request(300, 1), request(200, 2, OWN), request(150, 3)]
+    asked = job(smollm2, "flash_attn", ROLLING, requests, block_size=16)
+    (result,) = run_engines([asked], VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner])
+    assert "rounds" in result, result
+    answers = result["rounds"][0]
+    own = [OWN["mstar_context_budget"], OWN["mstar_protected_prefix"], "rolling"]
+    judged = judge(requests, answers, [POLICY, ROLLING, own, ROLLING])
+    assert max(deviations(answers, judged)) < 3 * flash_rounding
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("server", [None, POLICY], ids=["no server policy", "server policy"])
 def test_requests_bring_their_own_policies(
@@ -212,3 +286,16 @@ def test_a_shape_answers_as_stock_flash_attention_does(
         assert "error" in second
     else:
         assert second == first
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA cards")
+def test_a_rank_without_requests_goes_on(run_engines: Any, tiny_model: Any) -> None:
+    """Of a mixture of experts, whose ranks step together: the idle one with made-up batches."""
+    asked = [request(300, 1), request(83, 4)]
+    both = [[{**one, "rank": rank} for one in asked] for rank in (0, 0, 1)]
+    engine = {"data_parallel_size": 2, "block_size": 16}
+    parallel = {**job(tiny_model("mixtral"), "flash_attn", POLICY, [], **engine), "async": True}
+    (result,) = run_engines([{**parallel, "rounds": both}])
+    assert "rounds" in result, result
+    busy, again, idle = ([one["tokens"] for one in answers] for answers in result["rounds"])
+    assert busy == again == idle

@@ -19,6 +19,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not IS_INTERPRETED:
     pytest.skip("needs a CUDA card", allow_module_level=True)
 
+from device_batches import MAX_LEN, batch_on  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from mstar_plugin.kv.config import RetentionPolicy  # noqa: E402
@@ -42,7 +43,6 @@ from mstar_vllm.visibility import (  # noqa: E402
 pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_REQUESTS = 8
-MAX_LEN = 400
 POLICIES = st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70))
 EXAMPLES = settings(max_examples=40, deadline=None)
 
@@ -99,34 +99,6 @@ def lengths(draw: st.DrawFn, max_query: int, min_size: int = 1) -> tuple[list[in
     return [query for query, _ in pairs], [query + before for query, before in pairs]
 
 
-def batch_of(
-    query_lens: list[int],
-    seq_lens: list[int],
-    block: int,
-    *,
-    padding: int = 0,
-    upper: list[int] | None = None,
-) -> CommonAttentionMetadata:
-    """A batch whose table entry names its request and logical block; padding rows hold nothing."""
-    query_lens, seq_lens = query_lens + [0] * padding, seq_lens + [0] * padding
-    bound = seq_lens if upper is None else upper + [0] * padding
-    starts = torch.tensor(np.append(0, np.cumsum(query_lens)), dtype=torch.int32)
-    width = -(-MAX_LEN // block)
-    table = 1000 * torch.arange(len(seq_lens))[:, None] + torch.arange(width)
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-        seq_lens_cpu_upper_bound=torch.tensor(bound, dtype=torch.int32),
-        num_reqs=len(seq_lens),
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=max(query_lens),
-        max_seq_len=max(bound),
-        block_table_tensor=table.to(device=DEVICE, dtype=torch.int32),
-        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64, device=DEVICE),
-    )
-
-
 def rows_of(seen: CommonAttentionMetadata, block: int) -> list[tuple[int, int, list[int]]]:
     """Each row that holds tokens: query length, visible tokens, table."""
     starts = seen.query_start_loc.tolist()
@@ -160,7 +132,7 @@ def test_decode_rows_are_the_hosts(
 ) -> None:
     visibility = setting.visibility(plans_on_host=True)
     block = setting.pages.block_tokens
-    seen = visibility.visible(batch_of(*batch, block, padding=padding))
+    seen = visibility.visible(batch_on(DEVICE, *batch, block, padding=padding))
     limits = setting.limits([None] * len(batch[0]))
     assert rows_of(seen, block) == expected_rows(*batch, limits, block)
     assert seen.num_reqs == len(batch[0]) + padding
@@ -175,7 +147,7 @@ def test_chunks_are_cut_as_on_the_host(
     setting: Setting, batch: tuple[list[int], list[int]]
 ) -> None:
     block = setting.pages.block_tokens
-    given_batch = batch_of(*batch, block)
+    given_batch = batch_on(DEVICE, *batch, block)
     seen = setting.visibility().visible(given_batch)
     limits = setting.limits([None] * len(batch[0]))
     assert rows_of(seen, block) == expected_rows(*batch, limits, block)
@@ -196,7 +168,7 @@ def test_drafts_are_cut_where_the_device_says(
     upper = [length + more for length, more in zip(seq_lens, rejected, strict=True)]
     block = setting.pages.block_tokens
     visibility = setting.visibility(drafts)
-    given_batch = batch_of(query_lens, seq_lens, block, upper=upper, padding=1)
+    given_batch = batch_on(DEVICE, query_lens, seq_lens, block, upper=upper, padding=1)
     given_batch.max_query_len = max(2, max(query_lens))
     seen = visibility.visible(given_batch)
     limits = setting.limits([None] * len(seq_lens))
@@ -215,7 +187,7 @@ def test_chunks_beside_drafts_are_cut_where_the_device_says(
     block = setting.pages.block_tokens
     for plans_on_host in (False, True):
         visibility = setting.visibility(drafts, plans_on_host)
-        seen = visibility.visible(batch_of(query_lens, seq_lens, block, upper=upper))
+        seen = visibility.visible(batch_on(DEVICE, query_lens, seq_lens, block, upper=upper))
         limits = setting.limits([None] * len(seq_lens))
         assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
 
@@ -230,7 +202,9 @@ def test_requests_bring_policies_on_the_first_runner(
     block = setting.pages.block_tokens
     rows._published = own
     try:
-        seen = setting.visibility().visible(batch_of(query_lens, seq_lens, block, padding=1))
+        seen = setting.visibility().visible(
+            batch_on(DEVICE, query_lens, seq_lens, block, padding=1)
+        )
     finally:
         rows._published = None
     limits = setting.limits(own)
@@ -258,7 +232,7 @@ def test_requests_bring_policies_on_the_second_runner(
             slots_on_host=np.array(slots),
         )
         try:
-            seen = visibility.visible(batch_of(query_lens, seq_lens, block, padding=1))
+            seen = visibility.visible(batch_on(DEVICE, query_lens, seq_lens, block, padding=1))
         finally:
             rows_v2._published = None
         limits = setting.limits(own)
@@ -268,13 +242,13 @@ def test_requests_bring_policies_on_the_second_runner(
 @pytest.mark.parametrize("query_lens", [[1, 1], [40, 1]])
 def test_nothing_is_launched_where_nothing_is_bounded(query_lens: list[int]) -> None:
     setting = Setting(None, Pages(page_tokens=16, block_tokens=16))
-    batch = batch_of(query_lens, [300, 200], 16)
+    batch = batch_on(DEVICE, query_lens, [300, 200], 16)
     assert setting.visibility().visible(batch) is batch
 
 
 def test_a_prefill_that_releases_nothing_is_left_alone() -> None:
     setting = Setting(RetentionPolicy(64, 16), Pages(page_tokens=16, block_tokens=16))
-    batch = batch_of([40, 30], [90, 96], 16)
+    batch = batch_on(DEVICE, [40, 30], [90, 96], 16)
     assert setting.visibility().visible(batch) is batch
 
 
@@ -285,9 +259,9 @@ def test_rows_of_a_servers_policy_never_move(drafts: int) -> None:
     addresses = set()
     for length in (5, 96, 97, 300):
         query = 1 + drafts
-        batch = batch_of([query] * 4, [length] * 4, 16, padding=2)
+        batch = batch_on(DEVICE, [query] * 4, [length] * 4, 16, padding=2)
         seen = visibility.visible(batch)
-        visibility.visible(batch_of([60], [360], 16))
+        visibility.visible(batch_on(DEVICE, [60], [360], 16))
         addresses.add(
             (
                 seen.block_table_tensor.data_ptr(),

@@ -15,7 +15,7 @@ from row_batches import Batch
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import copy_page, protected_pages, released_pages
 from mstar_vllm.copy_ledger import CopyLedger
-from mstar_vllm.positions import RollingPolicy, copied_pages, policy_with
+from mstar_vllm.positions import RollingPolicy, policy_with
 from mstar_vllm.rolling_rows import RollingRows, Wave
 from mstar_vllm.visibility import RowLimits, limits_of, transform
 
@@ -56,9 +56,10 @@ class Machine:
     def grow(self, stream: Stream, tokens: int) -> None:
         policy, last = stream.policy, stream.stored + tokens - 1
         needed = last // self.page + 1
-        if released_pages(last, policy.context_budget, policy.protected_prefix, self.page):
+        releases = released_pages(last, policy.context_budget, policy.protected_prefix, self.page)
+        if releases and isinstance(policy, RollingPolicy):
             place = copy_page(last, policy.context_budget, policy.protected_prefix, self.page)
-            needed = max(needed, place + copied_pages(policy, self.page))
+            needed = max(needed, place + protected_pages(policy.protected_prefix, self.page))
         while len(stream.blocks) < needed:
             stream.blocks.append(self.free.pop(0))
 
