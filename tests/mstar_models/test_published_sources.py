@@ -15,6 +15,7 @@ import pytest
 PUBLISHED = Path(__file__).parent / "published"
 PRESETS = "mlc-ai/mlc-llm, python/mlc_llm/model/model_preset.py at 01ced331a9e1"
 CONFIGURATOR = "ai-dynamo/aiconfigurator, model_configs/"
+MAXTEXT = "AI-Hypercomputer/maxtext, src/maxtext/checkpoint_conversion/utils/hf_model_configs.py"
 
 # Model -> keys in which it differs from the defaults.
 DEFAULTS: dict[str, set[str]] = {
@@ -42,14 +43,25 @@ STORED = {
     "CohereForAI/c4ai-command-r7b-12-2024": "COHERE2_CONFIG in a public table of converted models",
     "EleutherAI/pythia-1b": "EleutherAI/pythia, models/1B/pythia-1b.yml",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "the model's own folder, which `make model` fetches",
+    "Qwen/Qwen2.5-0.5B-Instruct": "a README that shows DongfuJiang/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct": "g0t4/examples, 5090/try-vllm/check-model-config.py",
     "Qwen/Qwen2.5-VL-7B-Instruct": "unsloth/Qwen2.5-VL-7B-Instruct and TIGER-Lab/VL-Rethinker-7B",
     "Qwen/Qwen3-30B-A3B": "Ascend/MindSpeed-RL, configs/model/qwen3_30b_a3b.yaml",
+    "Qwen/Qwen3-8B": "thejaminator/qwen-hook-layer-9, copied from it",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": CONFIGURATOR + "Qwen--Qwen3-Next-80B-A3B-Thinking",
+    "Qwen/Qwen3-VL-8B-Instruct": "InternLM/xtuner, Qwen3VLDense8BConfig, and Ascend/MindSpeed-MM",
+    "bigcode/starcoder": "bigcode/starcoder-co-format, made from it",
     "bigscience/bloom-560m": "a copy whose _name_or_path is bigscience/bloom-560m",
     "deepseek-ai/DeepSeek-V2-Lite": PRESETS,
+    "deepseek-ai/deepseek-moe-16b-base": "the model's own config.json, a stored page",
     "google/gemma-2-9b": PRESETS,
     "google/gemma-2b": PRESETS,
     "google/gemma-3-1b-it": PRESETS,
+    "google/gemma-3-27b-it": MAXTEXT + " and litgpt's litgpt/config.py",
+    "google/gemma-3-4b-it": MAXTEXT + " and litgpt's litgpt/config.py",
+    "google/gemma-4-31B-it": MAXTEXT,
+    "google/gemma-4-E4B-it": MAXTEXT,
+    "ibm-granite/granite-3.1-8b-instruct": "nm-testing/granite-3.1-8b-instruct2of4-sparse",
     "ibm-granite/granite-4.0-h-tiny": "inference-optimization/granite-4.0-h-tiny-FP8-dynamic",
     "meta-llama/Llama-3.1-8B": PRESETS,
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": CONFIGURATOR
@@ -59,28 +71,17 @@ STORED = {
     "microsoft/phi-4": "microsoft/phi-4 at refs/pr/10",
     "mistralai/Ministral-8B-Instruct-2410": "rivaon/sydney, made from it",
     "mistralai/Mistral-7B-Instruct-v0.3": PRESETS,
+    "mistralai/Mistral-Nemo-Instruct-2407": "riple-saanvi-lab/Saanvi-C0-12B, made from it",
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": "the model's own config.json, a stored page",
     "nvidia/Minitron-8B-Base": "nvidia/Minitron-8B-Base",
     "openai-community/gpt2": PRESETS,
     "openai/gpt-oss-20b": "cryptonaut/AltiMind-sft, made from it",
     "stabilityai/stablelm-3b-4e1t": PRESETS,
     "tiiuae/falcon-40b": "tiiuae/falcon-40b at refs/pr/111",
+    "tiiuae/falcon-rw-1b": "franco-rojas/falcon-rw-1b-finetuned-tfmviu, made from it",
 }
 NOT_COMPARED = {
-    "Qwen/Qwen2.5-0.5B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-VL-8B-Instruct",
-    "bigcode/starcoder",
-    "deepseek-ai/deepseek-moe-16b-base",
-    "google/gemma-3-27b-it",
-    "google/gemma-3-4b-it",
-    "google/gemma-4-31B-it",
-    "google/gemma-4-E4B-it",
-    "ibm-granite/granite-3.1-8b-instruct",
-    "mistralai/Mistral-Nemo-Instruct-2407",
-    "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     "nvidia/Cosmos-Reason1-7B",
-    "tiiuae/falcon-rw-1b",
 }
 KV_KEYS = (
     "num_hidden_layers",

@@ -5,9 +5,8 @@ that cannot be bounded is refused, at the start of a server with a policy, by wh
 
 Not served here: Chameleon, which vLLM has dropped; first-generation DeepSeek and pruned Nemotron,
 whose configurations are remote code; Emu3, whose text model is none that vLLM serves alone; Jamba,
-whose Mamba layers have no kernel in vLLM's CPU build; vision-language models and Qwen 3.5 without
-torchvision. What they declare is checked in test_published_models.py and, where vLLM can build
-their layers, in test_against_vllm.py.
+whose Mamba layers have no kernel in vLLM's CPU build. What they declare is checked in
+test_published_models.py and, where vLLM can build their layers, in test_against_vllm.py.
 """
 
 import json
@@ -55,8 +54,11 @@ REASONS = {
 STOCK_CANNOT = {"jamba": "selective_scan_fwd"}
 # vLLM's linear attention on CPU takes nothing else.
 BFLOAT16 = ("qwen3_next", "qwen3_5")
+# Where `make env` puts it on a CPU, see install_env.py.
+TORCHVISION = Path(sys.prefix) / "torchvision"
 needs_torchvision = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="vLLM's code for this model needs torchvision"
+    find_spec("torchvision") is None and not TORCHVISION.exists(),
+    reason="vLLM's code for this model needs torchvision",
 )
 
 
@@ -126,7 +128,7 @@ def run_script(script: Path, *arguments: object, **environment: str) -> str:
     """Run a script to its end, however it ends; what it printed last."""
     done = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(TORCHVISION), **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -80,7 +80,7 @@ def test_the_model_is_listed(server: Any) -> None:
 def test_the_start_says_what_is_served_and_what_is_bounded(server: Any) -> None:
     printed = server.printed()
     assert "mstar serves LlamaForCausalLM (adapter llama)" in printed
-    assert "30 layers, full attention, 3 KV heads of 64, page 32 tokens, 46,080 bytes" in printed
+    assert "30 layers, full attention, 3 KV heads of 64, page 16 tokens, 46,080 bytes" in printed
     assert "mstar pool: 139 pages, 2,224 token slots; 2.2 requests of 1,024 tokens fit" in printed
     assert "mstar bounds nothing; requests may bring a policy" in printed
 

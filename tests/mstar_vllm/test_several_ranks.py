@@ -1,0 +1,71 @@
+"""Several ranks: heads divided or replicated, policies known to all, an idle rank that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_cases import BUDGET, PREFIX, request
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# KV heads that two ranks divide, and one that both hold.
+MODELS = ("llama-14-2", "llama-4-1")
+OWN = {BUDGET: 48, PREFIX: 20}
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "nothing": None,
+    "retention": {"context_budget": 64, "protected_prefix": 20},
+    "rolling": {"context_budget": 64, "protected_prefix": 20, "positions": "rolling"},
+}
+
+
+def asked(length: int, seed: int, **own: int) -> dict[str, Any]:
+    made = request(length, seed, **own)
+    made["sampling"]["detokenize"] = False
+    return made
+
+
+ROUND = [asked(300, 1), asked(83, 2), asked(150, 3, **OWN)]
+
+
+def job(model: Any, policy: str, rounds: list[Any], **engine: Any) -> dict[str, Any]:
+    retention = POLICIES[policy]
+    settings = {} if retention is None else {"retention": retention}
+    engine = {
+        "block_size": 32,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 64,
+        "skip_tokenizer_init": True,
+        "additional_config": {"mstar": settings},
+        **engine,
+    }
+    return {"model": str(model), "backend": "mstar", "engine": engine, "rounds": rounds}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_answer_as_one(
+    model: str, run_engines: Callable[..., list[Any]], tiny_model: Any
+) -> None:
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    folder = tiny_model(model)
+    alone = [job(folder, policy, [ROUND]) for policy in POLICIES]
+    together = [job(folder, policy, [ROUND], **ranks) for policy in POLICIES]
+    for one, two in zip(run_engines(alone), run_engines(together), strict=True):
+        assert "rounds" in one and "rounds" in two, (one, two)
+        for first, second in zip(one["rounds"][0], two["rounds"][0], strict=True):
+            assert second["tokens"] == first["tokens"]
+            assert second["logprobs"][0] == pytest.approx(first["logprobs"][0], abs=1e-4)
+
+
+def test_a_rank_without_requests_goes_on(
+    run_engines: Callable[..., list[Any]], tiny_model: Any
+) -> None:
+    """Of a mixture of experts, whose ranks step together: the idle one with made-up batches."""
+    rounds = [[{**one, "rank": rank} for one in ROUND] for rank in (0, 0, 1)]
+    parallel = job(tiny_model("mixtral"), "retention", rounds, data_parallel_size=2)
+    (result,) = run_engines([{**parallel, "async": True}])
+    assert "rounds" in result, result
+    busy, again, idle = ([one["tokens"] for one in answers] for answers in result["rounds"])
+    assert busy == again == idle
