@@ -176,11 +176,11 @@ def measure(engines: list[Engine], batch: int, context: int, turns: int, count: 
         engine.ask(do="stop")
 
 
-def row(engine: Engine, first: Engine, batch: int, context: int) -> str:
+def row(engine: Engine, first: Engine, asked: int, context: int) -> str:
     step = statistics.median(engine.step_ms)
-    batch = engine.batch or batch
+    batch = engine.batch or asked
     spread = 100 * (max(engine.step_ms) - min(engine.step_ms)) / step
-    ratio = statistics.median(first.step_ms) / step
+    ratio = batch / step * statistics.median(first.step_ms) / (first.batch or asked)
     return (
         f"| {engine.name} | {batch} | {context:,} | {step:.3f} | {spread:.1f} | "
         f"{1e3 * batch / step:,.0f} | {ratio:.3f} | {statistics.median(engine.build_us):.0f} | "

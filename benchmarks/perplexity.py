@@ -153,12 +153,12 @@ def plot(name: str, part: Part, curves: dict[str, list[float]]) -> None:
         positions = [(i + 1) * STEP for i in range(len(curve))]
         style = ":" if "P=0" in label else "--" if "P=64" in label else "-"
         axes.plot(positions, curve, style, label=label, linewidth=1.4)
+    title = f"SmolLM2-135M, licence texts: {part.title}"
+    axes.set(xlabel="position (tokens)", ylabel="perplexity", title=title)
+    axes.set_yscale("log")
     if part.tokens > TRAINED:
         axes.axvline(TRAINED, color="grey", linewidth=0.8)
         axes.annotate(" trained length", (TRAINED, axes.get_ylim()[1]), color="grey", va="top")
-    title = f"SmolLM2-135M, licence texts: {part.title}"
-    axes.set(xlabel="position (tokens)", ylabel="perplexity", title=title)
-    axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, ncol=2)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / f"perplexity-{name}.svg", metadata={"Date": None})

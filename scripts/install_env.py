@@ -209,9 +209,11 @@ def install_torchvision_aside() -> None:
     if TORCHVISION_FOLDER.exists():
         return
     say(f"{TORCHVISION} for tests of vision-language models (8 MB)")
-    must_pip("install", "--no-deps", "--target", str(TORCHVISION_FOLDER), TORCHVISION)
-    start = TORCHVISION_FOLDER / "torchvision" / "__init__.py"
+    unfinished = TORCHVISION_FOLDER.with_name("torchvision.part")
+    must_pip("install", "--no-deps", "--upgrade", "--target", str(unfinished), TORCHVISION)
+    start = unfinished / "torchvision" / "__init__.py"
     start.write_text(OPERATORS_DECLARED + start.read_text())
+    unfinished.rename(TORCHVISION_FOLDER)
 
 
 def install_project() -> None:

@@ -116,8 +116,9 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
     server's plan known to `customize_spec`.
     """
 
+    _rolls = False
     _key_turn: KeyTurn | None = None
-    """Turns this layer's protected keys; None where another layer's or no copies are read."""
+    """Turns this layer's protected keys; None where it reads another layer's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,6 +133,7 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
 
     def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
         """Be ready for rolling positions; called before the first batch."""
+        self._rolls = True
         self._key_turn = KeyTurn(rotary) if stores_keys else None
 
     def forward(
@@ -151,6 +153,8 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
+        if not self._rolls:
+            raise RuntimeError("a layer must be told to roll before its first batch")
         for wave, metadata in attn_metadata.waves:
             if self._key_turn is not None:
                 self._key_turn.copy(kv_cache, wave.copies, layer.isa)

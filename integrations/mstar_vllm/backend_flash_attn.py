@@ -43,14 +43,14 @@ class MStarFlashAttentionBackend(RetentionBackend, FlashAttentionBackend):
         return MStarFlashAttentionMetadataBuilder
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RollingMetadata(FlashAttentionMetadata):
     """The parent's metadata of what rows see at its own distance, and the protected pages they see
     apart, at most `max_head_tokens` tokens.
     """
 
-    head: HeadRows | None = None
-    max_head_tokens: int = 0
+    head: HeadRows
+    max_head_tokens: int
 
 
 class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -103,7 +103,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
     makes the server's plan known to `customize_spec`.
     """
 
-    _turn: QueryTurn
+    _turn: QueryTurn | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,6 +111,11 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
 
     def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
         """Be ready for rolling positions; called before the first batch."""
+        if self.fa4_hd256:
+            raise ValueError(
+                "mstar cannot keep positions 'rolling' with FlashAttention 4's kernel for heads of "
+                "256; use 'absolute'"
+            )
         self._turn = QueryTurn(rotary, device)
 
     def forward(
@@ -125,13 +130,11 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if isinstance(attn_metadata, RollingMetadata) and attn_metadata.head is not None:
-            count = attn_metadata.num_actual_tokens
-            self._attend_apart(
-                query[:count], kv_cache, attn_metadata, attn_metadata.head, output[:count]
-            )
-            return output
         scales = (output_scale, output_block_scale)
+        if isinstance(attn_metadata, RollingMetadata) and scales == (None, None):
+            count = attn_metadata.num_actual_tokens
+            self._attend_apart(query[:count], kv_cache, attn_metadata, output[:count])
+            return output
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def _attend_apart(
@@ -139,14 +142,17 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         rows: RollingMetadata,
-        head: HeadRows,
         output: torch.Tensor,
     ) -> None:
         """query, output: `[T, heads, head size]`."""
-        near, near_lse = self._attend(
+        if self._turn is None:
+            raise RuntimeError("a layer must be told to roll before its first batch")
+        head = rows.head
+        rest, rest_lse = self._attend(
             query,
             kv_cache,
             rows,
+            out=output,
             causal=True,
             seqused_k=rows.seq_lens,
             max_seqlen_k=rows.max_seq_len,
@@ -154,7 +160,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
             scheduler_metadata=rows.scheduler_metadata,
             num_splits=rows.max_num_splits,
         )
-        far, far_lse = self._attend(
+        apart, apart_lse = self._attend(
             self._turn.back(query, rows.query_start_loc, head.turns),
             kv_cache,
             rows,
@@ -164,7 +170,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
             block_table=head.tables,
             num_splits=1,
         )
-        merge_attn_states(output, far, far_lse, near, near_lse)
+        merge_attn_states(output, apart, apart_lse, rest, rest_lse)
 
     def _attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, rows: RollingMetadata, **seen: Any

@@ -74,7 +74,11 @@ class RetentionSpec(AttentionSpec):
 
     def copied_pages(self, policy: RetentionPolicy | None) -> int:
         """Pages that a request under `policy` keeps a turned copy of."""
-        if policy is None or not self.keeps_copies or positions_of(policy) != ROLLING:
+        return self.turned_pages(policy) if self.keeps_copies else 0
+
+    def turned_pages(self, policy: RetentionPolicy | None) -> int:
+        """Protected pages that a request under `policy` sees at a distance that stays."""
+        if policy is None or positions_of(policy) != ROLLING:
             return 0
         return protected_pages(policy.protected_prefix, self.page_tokens)
 

@@ -181,10 +181,10 @@ def turn_back(
     for _ in range(begin, tl.load(query_start + row + 1)):
         x = tl.load(source + first, mask=pair < PAIRS, other=0.0)
         y = tl.load(source + second, mask=pair < PAIRS, other=0.0)
-        across = x.to(tl.float32) * cos + y.to(tl.float32) * sin
-        along = y.to(tl.float32) * cos - x.to(tl.float32) * sin
-        tl.store(target + first, across.to(x.dtype), mask=pair < PAIRS)
-        tl.store(target + second, along.to(x.dtype), mask=pair < PAIRS)
+        first_turned = x.to(tl.float32) * cos + y.to(tl.float32) * sin
+        second_turned = y.to(tl.float32) * cos - x.to(tl.float32) * sin
+        tl.store(target + first, first_turned.to(x.dtype), mask=pair < PAIRS)
+        tl.store(target + second, second_turned.to(x.dtype), mask=pair < PAIRS)
         if 2 * PAIRS < HEAD_SIZE:
             kept = tl.load(source + rest, mask=rest < HEAD_SIZE)
             tl.store(target + rest, kept, mask=rest < HEAD_SIZE)

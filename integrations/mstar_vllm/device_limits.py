@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**31 - 1
 # More steps than an engine keeps in flight, so that no copy is waited for.
 STAGED_STEPS = 4
-COLUMNS = 3
+LIMIT_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
     """The same limits twice.
 
-    host: for planning. dense, head_pages, turned_pages (the head pages where the request's
-    positions roll, else 0): int32 on device: one entry for all requests, or, where `per_row`, one a
-    request, or, where slots is given, one a runner slot; slots: `[requests]` int64 on device.
+    host: for planning. dense, head_pages, turned_pages: int32 on device, one entry for all
+    requests, or, where `per_row`, one a request, or, where slots is given, one a runner slot.
+    turned_pages: the head pages where a request's positions roll, else 0; within the server's, for
+    which tables are made. slots: `[requests]` int64 on device.
     """
 
     host: RowLimits
@@ -92,10 +93,9 @@ class DeviceBatchLimits:
 
     def _copied(self, host: RowLimits) -> torch.Tensor:
         if self._ring is None or self._rows is None:
-            self._ring = PinnedIndexRing(COLUMNS * self._max_requests, STAGED_STEPS, per_plan=1)
-            self._rows = torch.zeros(
-                COLUMNS, self._max_requests, dtype=torch.int32, device=self._device
-            )
+            shape = (LIMIT_COLUMNS, self._max_requests)
+            self._ring = PinnedIndexRing(shape[0] * shape[1], STAGED_STEPS, per_plan=1)
+            self._rows = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._ring.begin_plan()
         columns = columns_of(host)
         staged = self._ring.take(columns.reshape(-1)).view(columns.shape)
@@ -103,11 +103,11 @@ class DeviceBatchLimits:
 
 
 def columns_of(limits: RowLimits) -> npt.NDArray[np.int32]:
-    """What the kernel reads of limits, `[COLUMNS, R]`: dense tokens, head pages, turned pages."""
+    """What the kernel reads of limits, `[3, R]` int32: dense tokens, head pages, turned pages."""
     turned = np.where(limits.rolling, limits.head_pages, 0)
     columns = [np.minimum(limits.dense, MOST_TOKENS), limits.head_pages, turned]
     table: npt.NDArray[np.int32] = np.stack(np.broadcast_arrays(*columns)).astype(np.int32)
-    return table.reshape(COLUMNS, -1)
+    return table.reshape(LIMIT_COLUMNS, -1)
 
 
 class SlotLimits:
@@ -125,9 +125,9 @@ class SlotLimits:
         self._page_tokens = page_tokens
         self._version = -1
         count = policies.num_slots
-        self._ring = PinnedIndexRing(COLUMNS * count, STAGED_STEPS, per_plan=1)
+        self._ring = PinnedIndexRing(LIMIT_COLUMNS * count, STAGED_STEPS, per_plan=1)
         self._on_host = RowLimits(np.zeros(count, np.int64), np.zeros(count, np.int64), page_tokens)
-        self.on_device = torch.zeros(COLUMNS, count, dtype=torch.int32, device=device)
+        self.on_device = torch.zeros(LIMIT_COLUMNS, count, dtype=torch.int32, device=device)
 
     def of_slots(self, slots: npt.NDArray[np.int64]) -> RowLimits:
         """Limits of the requests in `slots`."""

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from mstar_plugin.kv.retention import protected_pages
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.device_limits import MOST_TOKENS, DeviceBatchLimits, DeviceLimits
 from mstar_vllm.device_rows import HeadRows, Pages, RowBuffers, RowPlans, fill_rows
-from mstar_vllm.positions import ROLLING
 from mstar_vllm.visibility import IntArray, RowLimits, split_rows
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class BatchShape:
     """What the batches of a group can be.
 
     drafts: speculative tokens a request can bring to a step. plans_on_host: whether the parent
-    needs exact lengths on the host. turned_pages: most protected pages that a row can see apart.
+    needs exact lengths on the host. most_turned_pages: protected pages a row can see apart.
     """
 
     pages: Pages
@@ -38,7 +37,7 @@ class BatchShape:
     max_model_len: int
     drafts: int
     plans_on_host: bool
-    turned_pages: int = 0
+    most_turned_pages: int = 0
 
     @property
     def draft_rows(self) -> int:
@@ -59,23 +58,20 @@ def device_visibility(
         max_model_len=vllm_config.model_config.max_model_len,
         drafts=vllm_config.num_speculative_tokens,
         plans_on_host=plans_on_host,
-        turned_pages=turned_pages(spec),
+        most_turned_pages=spec.turned_pages(spec.policy),
     )
     return DeviceVisibility(shape, DeviceBatchLimits(spec, max_requests, device), device)
 
 
 def is_bounded(spec: Any) -> bool:
     """Whether the server's own policy holds for the layers of `spec`."""
-    return isinstance(spec, RetentionSpec) and spec.policy is not None
+    return any(
+        isinstance(layer, RetentionSpec) and layer.policy is not None
+        for layer in iter_layer_specs(spec)
+    )
 
 
-def turned_pages(spec: RetentionSpec) -> int:
-    """Protected pages of the server's policy where its positions roll, else 0."""
-    if spec.positions != ROLLING:
-        return 0
-    return protected_pages(spec.protected_prefix, spec.page_tokens)
-
-
+@dataclass(kw_only=True)
 class RollingBatch(CommonAttentionMetadata):
     """A batch whose rows see their protected pages apart."""
 
@@ -98,7 +94,7 @@ class DeviceVisibility:
         self._shape = shape
         self._limits = limits
         self._plans = RowPlans(device)
-        head_width = shape.pages.blocks(shape.turned_pages * shape.pages.page_tokens)
+        head_width = shape.pages.blocks(shape.most_turned_pages * shape.pages.page_tokens)
         self._chunks = RowBuffers(0, 0, device, is_fixed=False, head_width=head_width)
         self._draft_plan = self._plans.uniform(shape.max_requests, shape.draft_rows)
         self._most_visible = self._most_under_server()

@@ -135,7 +135,7 @@ def _positions(value: Any, server: RetentionPolicy | None) -> str:
 
 
 def _check_rolling(prefix: int, server: RetentionPolicy | None) -> None:
-    """Copies of protected pages take memory, which the server reserved for its own prefix."""
+    """Protected pages seen at another distance take room, which the server made for its prefix."""
     if server is None or positions_of(server) != ROLLING:
         raise PolicyError(
             POSITIONS_KEY,

@@ -57,18 +57,22 @@ def _initialize_kv_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not is_profiling and is_selected(runner.vllm_config):
-        check_and_report(runner.vllm_config, kv_cache_config)
+    if is_selected(runner.vllm_config):
+        if not is_profiling:
+            check_and_report(runner.vllm_config, kv_cache_config)
+        # Profiling captures graphs, which attend.
         _prepare_rolling(runner.vllm_config, kv_cache_config)
     return original(runner, kv_cache_config, is_profiling, *args, **kwargs)
 
 
 def _prepare_rolling(vllm_config: Any, kv_cache_config: Any) -> None:
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
     plan = session.activate(vllm_config).plan
     if plan.model is None or positions_of(plan.retention) != ROLLING:
         return
     for group in kv_cache_config.kv_cache_groups:
-        if isinstance(group.kv_cache_spec, RetentionSpec):
+        if any(isinstance(spec, RetentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)):
             give_layers_their_turn(vllm_config, plan.model, group.layer_names)
 
 

@@ -224,7 +224,8 @@ VISION: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         "Qwen2",
-        {"rope_parameters": SECTIONS},
+        # The whole model's default is not the text model's.
+        {"rope_parameters": SECTIONS, "rms_norm_eps": 1e-6},
         {**EYES, "fullatt_block_indexes": [0]},
     ),
     "qwen3_vl": (

@@ -89,6 +89,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "num_gpu_blocks_override": 50,
         "max_num_batched_tokens": 64,
     },
+    "memory measured at the start": {"block_size": 16, "kv_cache_memory_bytes": None},
     "n-gram speculation": {
         "block_size": 16,
         "max_num_batched_tokens": 256,

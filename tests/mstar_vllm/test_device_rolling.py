@@ -34,7 +34,6 @@ from mstar_vllm.device_visibility import (  # noqa: E402
     BatchShape,
     DeviceVisibility,
     RollingBatch,
-    turned_pages,
 )
 from mstar_vllm.positions import ROLLING, RollingPolicy  # noqa: E402
 from mstar_vllm.visibility import RowLimits, split_rows  # noqa: E402
@@ -71,7 +70,7 @@ def visibility(pages: Pages, drafts: int = 0) -> DeviceVisibility:
         max_model_len=MAX_LEN,
         drafts=drafts,
         plans_on_host=False,
-        turned_pages=turned_pages(spec),
+        most_turned_pages=spec.turned_pages(SERVER),
     )
     return DeviceVisibility(shape, DeviceBatchLimits(spec, MAX_REQUESTS, DEVICE), DEVICE)
 
