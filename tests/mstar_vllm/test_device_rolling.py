@@ -1,11 +1,7 @@
-"""On device, rows with rolling positions see their protected pages apart, with turned queries.
-
-Without a card Triton's interpreter runs the kernels (`TRITON_INTERPRET=1`), where Triton is there.
-"""
+"""On device, rows with rolling positions see their protected pages apart, with turned queries."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -14,32 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="needs Triton")
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("needs a CUDA card", allow_module_level=True)
+pytest.importorskip("vllm", reason="needs vLLM")
 
-from device_batches import MAX_LEN, batch_on  # noqa: E402
+from device_batches import DEVICE, MAX_LEN, RUNS_KERNELS, batch_on
 
-from mstar_plugin.kv.config import RetentionPolicy  # noqa: E402
-from mstar_plugin.model_kv import Rotary  # noqa: E402
-from mstar_plugin.rotary import inverse_frequencies  # noqa: E402
-from mstar_vllm import rows  # noqa: E402
-from mstar_vllm.cache_specs import RetentionSpec  # noqa: E402
-from mstar_vllm.cpu_key_turn import turned_keys  # noqa: E402
-from mstar_vllm.device_limits import DeviceBatchLimits  # noqa: E402
-from mstar_vllm.device_rows import Pages  # noqa: E402
-from mstar_vllm.device_turn import QueryTurn  # noqa: E402
-from mstar_vllm.device_visibility import (  # noqa: E402
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_plugin.model_kv import Rotary
+from mstar_plugin.rotary import inverse_frequencies
+from mstar_vllm import rows
+from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.cpu_key_turn import turned_keys
+from mstar_vllm.device_limits import DeviceBatchLimits
+from mstar_vllm.device_rows import Pages
+from mstar_vllm.device_turn import QueryTurn
+from mstar_vllm.device_visibility import (
     BatchShape,
     DeviceVisibility,
     RollingBatch,
 )
-from mstar_vllm.positions import ROLLING, RollingPolicy  # noqa: E402
-from mstar_vllm.visibility import RowLimits, split_rows  # noqa: E402
+from mstar_vllm.positions import ROLLING, RollingPolicy
+from mstar_vllm.visibility import RowLimits, split_rows
 
-pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.vllm, *RUNS_KERNELS]
 MAX_REQUESTS = 6
 SERVER = RollingPolicy(60, 20)
 OWN = st.sampled_from(

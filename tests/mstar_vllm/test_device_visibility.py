@@ -1,11 +1,7 @@
-"""The transform on device gives the rows that the transform on the host gives.
-
-Without a card Triton's interpreter runs the kernel (`TRITON_INTERPRET=1`), where Triton is there.
-"""
+"""The transform on device gives the rows that the transform on the host gives."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,34 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="needs Triton")
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("needs a CUDA card", allow_module_level=True)
+pytest.importorskip("vllm", reason="needs vLLM")
 
-from device_batches import MAX_LEN, batch_on  # noqa: E402
-from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+from device_batches import DEVICE, MAX_LEN, RUNS_KERNELS, batch_on
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from mstar_plugin.kv.config import RetentionPolicy  # noqa: E402
-from mstar_vllm import rows, rows_v2  # noqa: E402
-from mstar_vllm.cache_specs import RetentionSpec  # noqa: E402
-from mstar_vllm.device_limits import DeviceBatchLimits  # noqa: E402
-from mstar_vllm.device_rows import Pages, offsets_of  # noqa: E402
-from mstar_vllm.device_visibility import (  # noqa: E402
+from mstar_plugin.kv.config import RetentionPolicy
+from mstar_vllm import rows, rows_v2
+from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.device_limits import DeviceBatchLimits
+from mstar_vllm.device_rows import Pages, offsets_of
+from mstar_vllm.device_visibility import (
     BatchShape,
     DeviceVisibility,
     possible_rows,
     visible_tokens,
 )
-from mstar_vllm.visibility import (  # noqa: E402
+from mstar_vllm.visibility import (
     RowLimits,
     compact_tables,
     limits_of,
     split_rows,
 )
 
-pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.vllm, *RUNS_KERNELS]
 MAX_REQUESTS = 8
 POLICIES = st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70))
 EXAMPLES = settings(max_examples=40, deadline=None)

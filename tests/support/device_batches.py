@@ -1,11 +1,24 @@
-"""Batches as a model runner hands them to a metadata builder, on any device."""
+"""Batches as a model runner hands them to a metadata builder, where the kernels can run: on the
+card, or in Triton's interpreter, which `TRITON_INTERPRET=1` asks for before Triton is imported.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
+import os
 
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+HAS_CARD = torch.cuda.is_available()
+if not HAS_CARD and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("without a card test_interpreted_kernels.py runs it", allow_module_level=True)
+
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_CARD else "cpu")
+RUNS_KERNELS = [pytest.mark.gpu] if HAS_CARD else []
 MAX_LEN = 400
 
 
