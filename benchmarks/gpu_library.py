@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from gpu_timing import host_us, timer
 
 from mstar_plugin.attention import AttentionParams
 from mstar_plugin.attention.flashinfer import FlashInferPlanner, GraphSize
@@ -44,18 +43,6 @@ def decode_views(rows: int, tokens: int) -> list[SequenceView]:
     ]
 
 
-def host_us(call: Callable[[], object], repeats: int = 300) -> float:
-    times = []
-    for repeat in range(repeats):
-        if repeat % 20 == 0:
-            torch.cuda.synchronize()
-        begin = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - begin) / 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
 def with_tensor_lens(indptrs: PagedIndptrs) -> PagedIndptrs:
     assert indptrs.kv_lens is not None
     return indptrs._replace(kv_lens=torch.from_numpy(indptrs.kv_lens.numpy().copy()))
@@ -81,11 +68,6 @@ def planning() -> list[str]:
         "index arrays alone, pinned ring": arrays_alone,
     }
     return [f"| {name} | {host_us(call):.0f} |" for name, call in ways.items()]
-
-
-def timer() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
 
 
 def attention(rows: int, tokens: int) -> str:

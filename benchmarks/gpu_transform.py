@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
+from gpu_timing import host_us, timer
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mstar_plugin.kv.config import RetentionPolicy
@@ -58,24 +57,6 @@ def batch_of(rows: int, query: int, stored: int) -> CommonAttentionMetadata:
         block_table_tensor=torch.zeros(rows, MAX_LEN // PAGE, dtype=torch.int32, device=DEVICE),
         slot_mapping=torch.zeros(rows * query, dtype=torch.int64, device=DEVICE),
     )
-
-
-def host_us(call: Callable[[], object], repeats: int = 400) -> float:
-    """Median over calls that wait for nothing; the device is emptied now and then, untimed."""
-    times = []
-    for repeat in range(repeats):
-        if repeat % 20 == 0:
-            torch.cuda.synchronize()
-        begin = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - begin) / 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def timer() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
 
 
 def device_us(call: Callable[[], object]) -> float:

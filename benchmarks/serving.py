@@ -170,7 +170,7 @@ def environment_line(dtype: str) -> str:
 
 def write(name: str, dtype: str, title: str, notes: str, body: str) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/serving.py {name} --dtype {dtype}"
+    command = " ".join(["python benchmarks/serving.py", *sys.argv[1:]])
     text = f"# {title}\n\n{environment_line(dtype)}\n\n`{command}`\n\n{notes}\n\n{body}\n"
     (RESULTS / f"cpu-{name}.md").write_text(text)
     print(text)
