@@ -80,14 +80,27 @@ def by_position(logprobs: list[float]) -> list[float]:
     return [math.exp(-sum(step) / len(step)) for step in steps if len(step) > STEP // 2]
 
 
-def measure(part: Part) -> dict[str, list[float]]:
+def dtype() -> str:
+    """The kernels of a card take no float32."""
+    import torch
+
+    return "float16" if torch.cuda.is_available() else "float32"
+
+
+def device() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "CPU"
+
+
+def measure(part: Part, texts: Path) -> dict[str, list[float]]:
     from vllm import LLM, SamplingParams
 
     settings = {} if part.retention is None else {"retention": part.retention}
     llm = LLM(
         model=str(MODEL),
         attention_backend="mstar",
-        dtype="float32",
+        dtype=dtype(),
         enforce_eager=True,
         max_model_len=part.tokens + 1,
         hf_overrides={"max_position_embeddings": part.tokens + 1},
@@ -96,7 +109,7 @@ def measure(part: Part) -> dict[str, list[float]]:
         distributed_executor_backend="uni",
         additional_config={"mstar": settings},
     )
-    text = "".join((LICENCES / name).read_text() for name in TEXTS)
+    text = "".join((texts / name).read_text() for name in TEXTS)
     tokens = llm.get_tokenizer()(text).input_ids[: part.tokens]
     if len(tokens) < part.tokens:
         raise ValueError(f"the texts must have {part.tokens} tokens, got {len(tokens)}")
@@ -131,8 +144,8 @@ def write(name: str, part: Part, curves: dict[str, list[float]]) -> None:
     lines = [
         f"# Perplexity by position: {part.title}",
         "",
-        f"SmolLM2-135M-Instruct (trained to {TRAINED:,} tokens) on licence texts, float32, pages "
-        f"of 64, each value over {STEP:,} tokens; vLLM {vllm.__version__} on CPU, "
+        f"SmolLM2-135M-Instruct (trained to {TRAINED:,} tokens) on licence texts, {dtype()}, pages "
+        f"of 64, each value over {STEP:,} tokens; vLLM {vllm.__version__}, {device()}, "
         f"`python benchmarks/perplexity.py {name}`",
         "",
         *rows,
@@ -168,8 +181,10 @@ def plot(name: str, part: Part, curves: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    for name in parser.parse_args().parts or PARTS:
-        curves = measure(PARTS[name])
+    parser.add_argument("--texts", type=Path, default=LICENCES, help="folder with the texts")
+    options = parser.parse_args()
+    for name in options.parts or PARTS:
+        curves = measure(PARTS[name], options.texts)
         write(name, PARTS[name], curves)
         plot(name, PARTS[name], curves)
 

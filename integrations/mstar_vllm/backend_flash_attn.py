@@ -15,11 +15,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from mstar_vllm.cuda_start import start_layer
+from mstar_vllm.device_head import Attended, ProtectedAttention
 from mstar_vllm.device_rows import HeadRows
-from mstar_vllm.device_turn import QueryTurn
 from mstar_vllm.device_visibility import RollingBatch, device_visibility, is_bounded
 from mstar_vllm.retention import RetentionBackend
 
@@ -46,11 +45,11 @@ class MStarFlashAttentionBackend(RetentionBackend, FlashAttentionBackend):
 @dataclass(kw_only=True)
 class RollingMetadata(FlashAttentionMetadata):
     """The parent's metadata of what rows see at its own distance, and the protected pages they see
-    apart, at most `max_head_tokens` tokens.
+    apart; a row that does holds at most `most_apart_queries` tokens.
     """
 
     head: HeadRows
-    max_head_tokens: int
+    most_apart_queries: int
 
 
 class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -94,8 +93,8 @@ class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, seen, fast_build)
         if not isinstance(seen, RollingBatch):
             return metadata
-        most = seen.head.tables.shape[1] * self.block_size
-        return RollingMetadata(**vars(metadata), head=seen.head, max_head_tokens=most)
+        most = min(seen.max_query_len, seen.page_tokens)
+        return RollingMetadata(**vars(metadata), head=seen.head, most_apart_queries=most)
 
 
 class MStarFlashAttentionImpl(FlashAttentionImpl):
@@ -103,7 +102,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
     makes the server's plan known to `customize_spec`.
     """
 
-    _turn: QueryTurn | None = None
+    _protected: ProtectedAttention | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,7 +115,10 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
                 "mstar cannot keep positions 'rolling' with FlashAttention 4's kernel for heads of "
                 "256; use 'absolute'"
             )
-        self._turn = QueryTurn(rotary, device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._protected = ProtectedAttention(
+            rotary, device, self.scale, self.logits_soft_cap, processors
+        )
 
     def forward(
         self,
@@ -145,14 +147,22 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """query, output: `[T, heads, head size]`."""
-        if self._turn is None:
+        if self._protected is None:
             raise RuntimeError("a layer must be told to roll before its first batch")
-        head = rows.head
-        rest, rest_lse = self._attend(
-            query,
-            kv_cache,
-            rows,
+        kernels: Any = fa_utils
+        tokens_first = kv_cache.transpose(1, 2)
+        keys, values = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
+        output, log_sums = kernels.flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(keys),
+            v=canonicalize_singleton_dim_strides(values),
             out=output,
+            cu_seqlens_q=rows.query_start_loc,
+            max_seqlen_q=rows.max_query_len,
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
             causal=True,
             seqused_k=rows.seq_lens,
             max_seqlen_k=rows.max_seq_len,
@@ -160,35 +170,13 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
             scheduler_metadata=rows.scheduler_metadata,
             num_splits=rows.max_num_splits,
         )
-        apart, apart_lse = self._attend(
-            self._turn.back(query, rows.query_start_loc, head.turns),
-            kv_cache,
-            rows,
-            causal=False,
-            seqused_k=head.seq_lens,
-            max_seqlen_k=rows.max_head_tokens,
-            block_table=head.tables,
-            num_splits=1,
+        attended = Attended(output=output, log_sums=log_sums)
+        self._protected.add(
+            attended,
+            query,
+            keys,
+            values,
+            rows.query_start_loc,
+            rows.head,
+            rows.most_apart_queries,
         )
-        merge_attn_states(output, apart, apart_lse, rest, rest_lse)
-
-    def _attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, rows: RollingMetadata, **seen: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs `[T, heads, head size]` and log-sum-exps `[heads, T]`."""
-        kernels: Any = fa_utils
-        tokens_first = kv_cache.transpose(1, 2)
-        keys, values = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
-        attended: tuple[torch.Tensor, torch.Tensor] = kernels.flash_attn_varlen_func(
-            q=query,
-            k=canonicalize_singleton_dim_strides(keys),
-            v=canonicalize_singleton_dim_strides(values),
-            cu_seqlens_q=rows.query_start_loc,
-            max_seqlen_q=rows.max_query_len,
-            softmax_scale=self.scale,
-            softcap=self.logits_soft_cap,
-            return_softmax_lse=True,
-            fa_version=self.vllm_flash_attn_version,
-            **seen,
-        )
-        return attended

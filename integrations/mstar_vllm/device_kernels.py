@@ -1,5 +1,4 @@
-"""The batch transform as one Triton kernel: lengths, row boundaries and page tables on device; and
-the turn of queries towards keys that are seen at another distance.
+"""The batch transform as one Triton kernel: lengths, row boundaries and page tables on device.
 
 Letters as in `visibility.py`: `R` requests, `V` rows after the split, `W` table columns.
 """
@@ -138,55 +137,3 @@ def _copy_columns(
         source = tl.where(column < head_blocks, column, column + gap)
         block = tl.load(source_row + tl.minimum(source, last_column), mask=column < width)
         tl.store(target_row + column, block, mask=column < width)
-
-
-@triton.jit
-def turn_back(
-    queries,
-    token_stride,
-    head_stride,
-    query_start,
-    turns,
-    revolutions,
-    out,
-    out_token_stride,
-    out_head_stride,
-    PAIRS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRS_AT_ONCE: tl.constexpr,
-    REST_AT_ONCE: tl.constexpr,
-):
-    """One program a row and head: the row's queries, as if `turns[row]` tokens earlier.
-
-    queries, out: `[T, heads, HEAD_SIZE]`; query_start: `[V + 1]`, turns: `[V]`, int32. revolutions:
-    `[PAIRS]` float64, turns of each pair per token. Rows that turn by nothing are left out.
-    """
-    row = tl.program_id(0)
-    turn = tl.load(turns + row)
-    if turn == 0:
-        return
-    pair = tl.arange(0, PAIRS_AT_ONCE)
-    turned = turn.to(tl.float64) * tl.load(revolutions + pair, mask=pair < PAIRS, other=0.0)
-    angle = (turned - tl.floor(turned)).to(tl.float32) * 6.283185307179586
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    first, second = pair, pair + PAIRS
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    rest = 2 * PAIRS + tl.arange(0, REST_AT_ONCE)
-    head = tl.program_id(1).to(tl.int64)
-    begin = tl.load(query_start + row)
-    source = queries + begin.to(tl.int64) * token_stride + head * head_stride
-    target = out + begin.to(tl.int64) * out_token_stride + head * out_head_stride
-    for _ in range(begin, tl.load(query_start + row + 1)):
-        x = tl.load(source + first, mask=pair < PAIRS, other=0.0)
-        y = tl.load(source + second, mask=pair < PAIRS, other=0.0)
-        first_turned = x.to(tl.float32) * cos + y.to(tl.float32) * sin
-        second_turned = y.to(tl.float32) * cos - x.to(tl.float32) * sin
-        tl.store(target + first, first_turned.to(x.dtype), mask=pair < PAIRS)
-        tl.store(target + second, second_turned.to(x.dtype), mask=pair < PAIRS)
-        if 2 * PAIRS < HEAD_SIZE:
-            kept = tl.load(source + rest, mask=rest < HEAD_SIZE)
-            tl.store(target + rest, kept, mask=rest < HEAD_SIZE)
-        source += token_stride
-        target += out_token_stride

@@ -73,9 +73,10 @@ def is_bounded(spec: Any) -> bool:
 
 @dataclass(kw_only=True)
 class RollingBatch(CommonAttentionMetadata):
-    """A batch whose rows see their protected pages apart."""
+    """A batch whose rows see their protected pages apart: rows that do hold no more than a page."""
 
     head: HeadRows
+    page_tokens: int
 
 
 @dataclass(slots=True)
@@ -188,7 +189,7 @@ class DeviceVisibility:
         views = out.views(num_rows)
         seen = shallow_copy(batch, RollingBatch if out.head_width else type(batch))
         if isinstance(seen, RollingBatch):
-            seen.head = views.head
+            seen.head, seen.page_tokens = views.head, self._shape.pages.page_tokens
         seen.num_reqs = num_rows
         seen.seq_lens, seen.block_table_tensor = views.seq_lens, views.tables
         seen.max_seq_len = longest

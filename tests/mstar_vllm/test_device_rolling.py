@@ -20,9 +20,9 @@ from mstar_plugin.rotary import inverse_frequencies
 from mstar_vllm import rows
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.cpu_key_turn import turned_keys
+from mstar_vllm.device_head import Attended, ProtectedAttention
 from mstar_vllm.device_limits import DeviceBatchLimits
-from mstar_vllm.device_rows import Pages
-from mstar_vllm.device_turn import QueryTurn
+from mstar_vllm.device_rows import HeadRows, Pages
 from mstar_vllm.device_visibility import (
     BatchShape,
     DeviceVisibility,
@@ -33,6 +33,8 @@ from mstar_vllm.visibility import RowLimits, split_rows
 
 pytestmark = [pytest.mark.vllm, *RUNS_KERNELS]
 MAX_REQUESTS = 6
+# Tensor cores round float32.
+DTYPE, TOLERANCE = (torch.float16, 2e-2) if RUNS_KERNELS else (torch.float32, 1e-4)
 SERVER = RollingPolicy(60, 20)
 OWN = st.sampled_from(
     [
@@ -175,24 +177,71 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_turned_query_meets_a_key_as_a_turned_key_meets_the_query(scheme: str) -> None:
-    rotary = SCHEMES[scheme]
-    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    turns = torch.tensor([16, 0, 2_000_000], dtype=torch.int32)
-    queries, keys = torch.randn(2, 6, 2, 64)
-    queries = queries.to(DEVICE)
-    turned = QueryTurn(rotary, DEVICE).back(queries, starts.to(DEVICE), turns.to(DEVICE))
-    of_token = turns.repeat_interleave(starts.diff())
-    angles = of_token.double()[:, None] * torch.from_numpy(inverse_frequencies(rotary))
-    forward = turned_keys(keys[:, :, None], angles, rotary)[:, :, 0]
-    moved = of_token > 0
-    seen = (turned.cpu() * keys).sum(-1)[moved]
-    assert torch.allclose(seen, (queries.cpu() * forward).sum(-1)[moved], atol=1e-4)
-    assert not torch.allclose(seen, (queries.cpu() * keys).sum(-1)[moved], atol=1e-1)
+SCALE = 0.2
 
 
-def test_a_layer_without_positions_turns_nothing() -> None:
-    queries = torch.randn(2, 1, 8)
-    zeros = torch.zeros(3, dtype=torch.int32)
-    assert QueryTurn(None, torch.device("cpu")).back(queries, zeros, zeros[:2]) is queries
+def dense(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[T, heads, size]` over `[N, heads, size]`: outputs and log-sum-exps `[heads, T]`."""
+    scores = torch.einsum("thd,nhd->htn", queries, keys) * SCALE
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    return torch.einsum("htn,nhd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "none"])
+@pytest.mark.parametrize(
+    ("group", "size", "cap", "processors"),
+    [(1, 64, 0.0, 1), (4, 64, 5.0, 100), (3, 80, 0.0, 64), (7, 64, 0.0, 1)],
+)
+def test_protected_keys_join_the_rest_of_a_row(
+    scheme: str, group: int, size: int, cap: float, processors: int
+) -> None:
+    """A turned query meets a key as the query meets a turned key, in one softmax with the rest."""
+    rotary = SCHEMES.get(scheme)
+    counts, turns, lens = [2, 1, 41, 0], [16, 0, 2_000_000, 0], [48, 0, 550, 0]
+    block, kv_heads = 16, 2
+    heads, total = kv_heads * group, sum(counts)
+    made = torch.Generator().manual_seed(7)
+    queries = torch.randn(total, heads, size, generator=made)
+    cache = torch.full((2, 160, block, kv_heads, size), float("nan"))
+    tables = torch.randperm(160, generator=made).view(4, 40).to(torch.int32)
+    outputs, log_sums, expected = [], [], []
+    begin = 0
+    for row, (count, turn, length) in enumerate(zip(counts, turns, lens, strict=True)):
+        query = queries[begin : begin + count]
+        begin += count
+        near_keys, near_values = torch.randn(2, 5, heads, size, generator=made)
+        seen, lse = dense(query, near_keys, near_values, cap)
+        outputs.append(seen)
+        log_sums.append(lse)
+        blocks = tables[row, : -(-length // block)].long()
+        cache[:, blocks] = torch.randn(2, len(blocks), block, kv_heads, size, generator=made)
+        keys, values = cache[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(group, 2)
+        if rotary is not None:
+            angle = torch.from_numpy(turn * inverse_frequencies(rotary)).expand(length, -1)
+            keys = turned_keys(keys[:, :, None], angle, rotary)[:, :, 0]
+        both = dense(query, torch.cat([near_keys, keys]), torch.cat([near_values, values]), cap)
+        expected.append(both[0])
+        if length % block:
+            cache[:, blocks[-1], length % block :] = float("nan")
+    attended = Attended(
+        output=torch.cat(outputs).to(DEVICE, DTYPE), log_sums=torch.cat(log_sums, 1).to(DEVICE)
+    )
+    stored = cache.to(DEVICE, DTYPE)
+    ProtectedAttention(rotary, DEVICE, SCALE, cap, processors).add(
+        attended,
+        queries.to(DEVICE, DTYPE),
+        stored[0],
+        stored[1],
+        torch.tensor(np.append(0, np.cumsum(counts)), dtype=torch.int32, device=DEVICE),
+        HeadRows(
+            *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (tables.tolist(), lens)),
+            turns=torch.tensor(turns, dtype=torch.int32, device=DEVICE),
+        ),
+        most_queries=41,
+    )
+    result = attended.output.float().cpu()
+    assert torch.allclose(result, torch.cat(expected), atol=TOLERANCE)
+    assert not torch.allclose(result, torch.cat(outputs), atol=0.1)
