@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -80,7 +80,7 @@ def by_position(logprobs: list[float]) -> list[float]:
     return [math.exp(-sum(step) / len(step)) for step in steps if len(step) > STEP // 2]
 
 
-def dtype() -> str:
+def dtype() -> Literal["float16", "float32"]:
     """The kernels of a card take no float32."""
     import torch
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from mstar_vllm import rows, seeds, session
 from mstar_vllm.cache_specs import RetentionSpec
-from mstar_vllm.cpu_key_turn import KeyTurn
+from mstar_vllm.cpu_key_turn import KeyTurn, shared_turn
 from mstar_vllm.positions import ROLLING
 from mstar_vllm.retention import BatchLimits, RetentionBackend
 from mstar_vllm.ring_visibility import ring_transform, ring_view
@@ -82,7 +82,9 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._limits = BatchLimits(kv_cache_spec)
         self._ring = ring_view(kv_cache_spec)
         rolls = isinstance(kv_cache_spec, RetentionSpec) and kv_cache_spec.positions == ROLLING
-        self._rolling = RollingRows(self.block_size) if rolls else None
+        self._rolling: RollingRows | None = None
+        if rolls:
+            self._rolling = RollingRows(self.block_size, vllm_config.num_speculative_tokens)
 
     def build(
         self,
@@ -134,7 +136,7 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
     def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
         """Be ready for rolling positions; called before the first batch."""
         self._rolls = True
-        self._key_turn = KeyTurn(rotary) if stores_keys else None
+        self._key_turn = shared_turn(rotary) if stores_keys else None
 
     def forward(
         self,

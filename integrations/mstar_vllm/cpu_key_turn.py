@@ -1,34 +1,56 @@
-"""Turned copies of cached pages on CPU.
-
-The CPU kernels keep the keys of a block in an order of their own, which depends on the processor.
-The order is found out by writing numbered keys through vLLM's own operation.
-"""
+"""Turned copies of cached pages on CPU, turned where the kernels store them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from mstar_plugin.rotary import inverse_frequencies
+from mstar_vllm.cpu_key_order import KeyPlace, key_order
 
 if TYPE_CHECKING:
     from mstar_plugin.model_kv import Rotary
     from mstar_vllm.copy_ledger import Copies
 
-# Whole numbers below this are exact in every dtype that keys are stored in.
-_DIGIT = 128
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rotary pairs of the keys of one head that a block stores, all `[block size * head size]`.
+
+    pair: number of the pair, that of the last one and one more where nothing turns; partner: where
+    the other element of the pair is stored; sign: of its sine.
+    """
+
+    pair: torch.Tensor
+    partner: torch.Tensor
+    sign: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How the stored keys of `copies` turn: `key * cos + key[partner] * sin`.
+
+    cos, sin: `[C, 1, block size * head size]` float32.
+    """
+
+    copies: Copies
+    place: KeyPlace
+    cos: torch.Tensor
+    sin: torch.Tensor
+    partner: torch.Tensor
 
 
 class KeyTurn:
-    """Copies blocks of one layer with their keys turned; `rotary` is None for a layer without
-    positions, whose copies are plain.
+    """Copies blocks with their keys turned; `rotary` is None for layers without positions, whose
+    copies are plain. Layers that share one compute the cosines of a step once.
     """
 
     def __init__(self, rotary: Rotary | None) -> None:
         self._rotary = rotary
+        self._last: Turn | None = None
         if rotary is not None:
             self._frequencies = torch.from_numpy(inverse_frequencies(rotary))
 
@@ -39,62 +61,52 @@ class KeyTurn:
         blocks, heads, block_size, both = kv_cache.shape
         sources, targets = torch.from_numpy(copies.sources), torch.from_numpy(copies.targets)
         flat = kv_cache.view(blocks, heads, block_size * both)
-        read = flat[sources]
+        read = flat.index_select(0, sources)
         if self._rotary is not None:
-            size = block_size * both // 2
-            order, places = key_order(isa, kv_cache.dtype, block_size, both // 2)
-            keys = read[..., :size][..., places].view(-1, heads, block_size, both // 2)
-            angles = torch.from_numpy(copies.turns).double()[:, None] * self._frequencies
-            turned = turned_keys(keys, angles, self._rotary)
-            read[..., :size] = turned.view(-1, heads, size)[..., order]
-        flat[targets] = read
+            place = KeyPlace(isa, kv_cache.dtype, block_size, both // 2)
+            turn = self._turn(self._rotary, copies, place)
+            stored = read[..., : block_size * both // 2]
+            keys = stored.float()
+            stored.copy_(keys * turn.cos + keys[..., turn.partner] * turn.sin)
+        flat.index_copy_(0, targets, read)
 
-
-def turned_keys(keys: torch.Tensor, angles: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """keys: `[C, heads, tokens, head size]`; angles: `[C, rotary_dim / 2]` radians."""
-    cos, sin = angles.cos().float()[:, None, None], angles.sin().float()[:, None, None]
-    dim = rotary.rotary_dim
-    wide = keys.float()
-    if rotary.interleaved:
-        first, second = wide[..., 0:dim:2], wide[..., 1:dim:2]
-        pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        turned = pairs.flatten(-2)
-    else:
-        first, second = wide[..., : dim // 2], wide[..., dim // 2 : dim]
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([turned, wide[..., dim:]], dim=-1).to(keys.dtype)
+    def _turn(self, rotary: Rotary, copies: Copies, place: KeyPlace) -> Turn:
+        last = self._last
+        if last is not None and last.copies is copies and last.place == place:
+            return last
+        pairs = stored_pairs(place, rotary)
+        angles = torch.from_numpy(copies.turns).double()[:, None] * self._frequencies
+        still = torch.zeros(len(angles), 1, dtype=torch.float64)
+        of_element = torch.cat([angles, still], dim=1)[:, None, pairs.pair]
+        turn = Turn(
+            copies=copies,
+            place=place,
+            cos=of_element.cos().float(),
+            sin=of_element.sin().float() * pairs.sign,
+            partner=pairs.partner,
+        )
+        self._last = turn
+        return turn
 
 
 @cache
-def key_order(
-    isa: str, dtype: torch.dtype, block_size: int, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How a block stores the keys of one head: `order[place]` is the number of the element stored
-    there (token * head size + element), `places` the reverse; both `[block size * head size]`.
-    """
-    number = np.arange(block_size * head_size)
-    low = _stored(number % _DIGIT, isa, dtype, block_size, head_size)
-    middle = _stored(number // _DIGIT % _DIGIT, isa, dtype, block_size, head_size)
-    high = _stored(number // _DIGIT**2, isa, dtype, block_size, head_size)
-    order = low + _DIGIT * middle + _DIGIT**2 * high
-    if not np.array_equal(np.sort(order), number):
-        raise RuntimeError(
-            f"the CPU kernels ({isa}) must store each element of a key once; rolling positions "
-            "cannot be served here, use 'positions': 'absolute'"
-        )
-    return torch.from_numpy(order), torch.from_numpy(np.argsort(order))
+def shared_turn(rotary: Rotary | None) -> KeyTurn:
+    """The turn of all layers with these rotary settings."""
+    return KeyTurn(rotary)
 
 
-def _stored(
-    values: np.ndarray, isa: str, dtype: torch.dtype, block_size: int, head_size: int
-) -> np.ndarray:
-    """`values` as the operation stores them when they are the keys of one block of one head."""
-    from vllm import _custom_ops as ops
-
-    keys = torch.from_numpy(values).to(dtype).view(block_size, 1, head_size)
-    kv_cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
-    key_cache, value_cache = kv_cache.chunk(2, dim=2)
-    slots = torch.arange(block_size, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(keys, torch.zeros_like(keys), key_cache, value_cache, slots, isa)
-    stored: np.ndarray = key_cache.reshape(-1).double().numpy().astype(np.int64)
-    return stored
+@cache
+def stored_pairs(place: KeyPlace, rotary: Rotary) -> Pairs:
+    order, places = key_order(place)
+    half, dim = rotary.rotary_dim // 2, order % place.head_size
+    if rotary.interleaved:
+        pair, is_first, other = dim // 2, dim % 2 == 0, dim ^ 1
+    else:
+        is_first = dim < half
+        pair, other = dim % half, torch.where(is_first, dim + half, dim - half)
+    turns = dim < rotary.rotary_dim
+    return Pairs(
+        pair=torch.where(turns, pair, half),
+        partner=places[order - dim + torch.where(turns, other, dim)],
+        sign=torch.where(is_first, -1.0, 1.0),
+    )

@@ -85,7 +85,7 @@ class ProtectedAttention:
         tiles = triton.cdiv(most_queries, at_once // group)
         part_len, num_parts = self._split(most_keys, num_rows * num_kv_heads * tiles)
         parts, part_sums = self._parts(num_parts, queries)
-        dims = max(LEAST_TILE, triton.next_power_of_2(head_size))
+        dims = max(LEAST_TILE, power_of_two(head_size))
         output, log_sums = attended.output, attended.log_sums
         add_protected[(num_rows, num_kv_heads, tiles * num_parts)](
             queries,
@@ -161,8 +161,8 @@ def queries_at_once(most_queries: int, group: int) -> int:
 
     Example: one query in groups of 4 -> 16; 100 queries in groups of 7 -> 64.
     """
-    wanted = min(MOST_QUERIES_AT_ONCE, triton.next_power_of_2(most_queries * group))
-    return max(LEAST_TILE, wanted, triton.next_power_of_2(group))
+    wanted = min(MOST_QUERIES_AT_ONCE, power_of_two(most_queries * group))
+    return max(LEAST_TILE, wanted, power_of_two(group))
 
 
 def keys_at_once(most_keys: int, queries: int) -> int:
@@ -171,4 +171,8 @@ def keys_at_once(most_keys: int, queries: int) -> int:
     Example: 48 keys -> 64; 8,192 keys for 16 queries -> 128, for 64 -> 64.
     """
     most = MOST_KEYS_AT_ONCE if queries == LEAST_TILE else MOST_KEYS_AT_ONCE // 2
-    return max(LEAST_TILE, min(most, triton.next_power_of_2(most_keys)))
+    return max(LEAST_TILE, min(most, power_of_two(most_keys)))
+
+
+def power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -2,7 +2,8 @@
 
 Such a row reads copies of its head pages, turned by the tokens that were released for it. A request
 has room for one set of copies, behind the pages that its tokens fill. Rows of one request that need
-different copies therefore follow one another, in waves: each wave makes its copies, then attends.
+more sets than there is room for follow one another, in waves: each wave makes its copies, then
+attends. Pages that a chunk fills and that no later row sees are room as well.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class Wave:
 
 
 class RollingRows:
-    """Cuts the batches of one group of layers into waves."""
+    """Cuts the batches of one group of layers into waves. drafts: speculative tokens a request can
+    bring to a step, which may have to be taken back.
+    """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, drafts: int = 0) -> None:
         self._block_tokens = block_tokens
+        self._drafts = drafts
         self._ledger = CopyLedger()
 
     def waves(self, batch: CommonAttentionMetadata, limits: RowLimits) -> list[Wave]:
@@ -51,9 +55,9 @@ class RollingRows:
         shift = head_shifts(rows, limits)
         if not shift.any():
             return []
+        order = use_dead_pages(rows, limits, shift, query_lens > 1 + self._drafts)
         tables = batch.block_table_tensor.numpy()
         visible = compact_tables(tables, rows, limits, self._block_tokens, shift)
-        order = wave_numbers(rows, shift)
         return [
             self._wave(batch, rows, order == number, visible, head_copies)
             for number, head_copies in enumerate(self._copies(tables, rows, limits, shift, order))
@@ -131,9 +135,32 @@ def head_shifts(rows: SplitRows, limits: RowLimits) -> IntArray:
     return np.where(reads, place[rows.request], 0)
 
 
-def wave_numbers(rows: SplitRows, shift: IntArray) -> IntArray:
-    """The wave of each row, `[V]`: a request's rows that read copies go one after the other."""
-    reads = shift > 0
-    before: IntArray = np.cumsum(reads) - reads
-    first_row = np.searchsorted(rows.request, rows.request)
-    return np.where(reads, before - before[first_row], 0)
+def use_dead_pages(
+    rows: SplitRows, limits: RowLimits, shift: IntArray, is_settled: npt.NDArray[np.bool_]
+) -> IntArray:
+    """The wave of each row, `[V]`; `shift` of rows whose copies lie in dead pages is changed.
+
+    A request's rows that read copies go one after the other, but as many at once as there is room
+    for. is_settled: `[R]`, whether no token of the request's chunk can be taken back, so that what
+    its rows have released is dead.
+    """
+    order = np.zeros(len(shift), dtype=np.int64)
+    dense, head = (
+        np.broadcast_to(values, is_settled.shape) for values in (limits.dense, limits.head_pages)
+    )
+    begins = np.searchsorted(rows.request, np.arange(len(is_settled)))
+    for request in np.unique(rows.request[shift > 0]):
+        own = np.flatnonzero((rows.request == request) & (shift > 0))
+        pages = int(head[request])
+        # Pages that end before the first release may be other requests' too.
+        private = int(dense[request]) // limits.page_tokens + 1
+        first = max(pages + int(rows.released[begins[request]]), private)
+        begin, wave = 0, 0
+        while begin < len(own):
+            dead = pages + int(rows.released[own[begin]]) - first
+            more = max(0, dead // pages) if is_settled[request] else 0
+            group = own[begin : begin + more + 1]
+            shift[group[:-1]] = first + pages * np.arange(len(group) - 1)
+            order[group] = wave
+            begin, wave = begin + len(group), wave + 1
+    return order

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM")
 
 import torch
+from rotation import turned
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -36,21 +37,10 @@ class Pool:
         ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, self.isa)
 
 
-def turned(keys: torch.Tensor, rotary: Rotary, tokens: int) -> torch.Tensor:
-    """By complex numbers, in float64."""
+def turned_by(tokens: int, keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     dim = rotary.rotary_dim
     angles = tokens * rotary.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    part = keys[..., :dim].double()
-    pairs = (
-        part.unflatten(-1, (dim // 2, 2))
-        if rotary.interleaved
-        else part.unflatten(-1, (2, dim // 2)).transpose(-1, -2)
-    )
-    spun = torch.view_as_real(
-        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
-    )
-    flat = spun if rotary.interleaved else spun.transpose(-1, -2)
-    return torch.cat([flat.flatten(-2), keys[..., dim:].double()], dim=-1)
+    return turned(keys, rotary, angles).to(keys.dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -65,14 +55,16 @@ def test_a_turned_copy_is_the_page_of_turned_keys(
     pages = torch.randn(4, block_size, HEADS, head_size, generator=generator).to(dtype)
     pool.write(1, pages[0], pages[1])
     pool.write(4, pages[2], pages[3])
-    copies = Copies(np.array([1, 4]), np.array([2, 3]), np.array([160, 1024]))
-    KeyTurn(rotary).copy(pool.kv_cache, copies, pool.isa)
+    turn = KeyTurn(rotary)
+    # What one step's copies leave behind must not show in the next's.
+    turn.copy(pool.kv_cache, Copies(*map(np.array, ([1, 4], [2, 3], [48, 16]))), pool.isa)
+    turn.copy(pool.kv_cache, Copies(*map(np.array, ([1, 4], [2, 3], [160, 1024]))), pool.isa)
 
     expected = Pool(dtype, block_size, head_size)
     for block, keys, values in ((1, pages[0], pages[1]), (4, pages[2], pages[3])):
         expected.write(block, keys, values)
-    expected.write(2, turned(pages[0], rotary, 160).to(dtype), pages[1])
-    expected.write(3, turned(pages[2], rotary, 1024).to(dtype), pages[3])
+    expected.write(2, turned_by(160, pages[0], rotary), pages[1])
+    expected.write(3, turned_by(1024, pages[2], rotary), pages[3])
     torch.testing.assert_close(
         pool.kv_cache, expected.kv_cache, rtol=0, atol=TOLERANCE[dtype], equal_nan=True
     )

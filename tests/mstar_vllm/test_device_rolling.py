@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from device_batches import DEVICE, MAX_LEN, RUNS_KERNELS, batch_on
+from rotation import turned
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import Rotary
 from mstar_plugin.rotary import inverse_frequencies
 from mstar_vllm import rows
 from mstar_vllm.cache_specs import RetentionSpec
-from mstar_vllm.cpu_key_turn import turned_keys
 from mstar_vllm.device_head import Attended, ProtectedAttention
 from mstar_vllm.device_limits import DeviceBatchLimits
 from mstar_vllm.device_rows import HeadRows, Pages
@@ -220,8 +220,8 @@ def test_protected_keys_join_the_rest_of_a_row(
         cache[:, blocks] = torch.randn(2, len(blocks), block, kv_heads, size, generator=made)
         keys, values = cache[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(group, 2)
         if rotary is not None:
-            angle = torch.from_numpy(turn * inverse_frequencies(rotary)).expand(length, -1)
-            keys = turned_keys(keys[:, :, None], angle, rotary)[:, :, 0]
+            angles = torch.from_numpy(turn * inverse_frequencies(rotary))
+            keys = turned(keys, rotary, angles).float()
         both = dense(query, torch.cat([near_keys, keys]), torch.cat([near_values, values]), cap)
         expected.append(both[0])
         if length % block:

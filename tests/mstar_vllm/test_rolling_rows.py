@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from row_batches import Batch
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_plugin.kv.retention import copy_page, protected_pages, released_pages
+from mstar_plugin.kv.retention import copy_page, first_release, protected_pages, released_pages
 from mstar_vllm.copy_ledger import CopyLedger
 from mstar_vllm.positions import RollingPolicy, policy_with
 from mstar_vllm.rolling_rows import RollingRows, Wave
@@ -46,7 +46,7 @@ class Machine:
         self.page = page
         self.free = list(range(1, num_blocks))
         self.memory: dict[tuple[int, int], Key] = {}
-        self.rows = RollingRows(page)
+        self.rows = RollingRows(page, drafts=4)
         self.streams: list[Stream] = []
 
     def add(self, policy: RetentionPolicy) -> None:
@@ -89,10 +89,18 @@ class Machine:
                 place = (stream.blocks[position // self.page], position % self.page)
                 self.memory[place] = (stream.number, position, 0)
         waves = self.rows.waves(batch, limits)  # type: ignore[arg-type]
+        shareable = {block for stream, _ in scheduled for block in self.shareable(stream)}
+        assert not shareable & {int(target) for wave in waves for target in wave.copies.targets}
         seen = self.attend(waves) if waves else self.seen(transform(batch, limits, self.page))  # type: ignore[arg-type]
         assert [sorted(keys) for keys in seen] == [
             sorted(keys) for keys in self.expected(scheduled)
         ]
+
+    def shareable(self, stream: Stream) -> list[int]:
+        """Blocks that end before the first release: other requests may read them."""
+        policy = stream.policy
+        tokens = first_release(policy.context_budget, policy.protected_prefix, self.page)
+        return [block for block in stream.blocks[: tokens // self.page] if block >= 0]
 
     def batch(self, scheduled: list[tuple[Stream, int]]) -> StepBatch:
         query = [tokens for _, tokens in scheduled]
@@ -200,10 +208,36 @@ def test_each_token_sees_the_head_at_a_distance_that_stays(data: st.DataObject, 
         machine.step(scheduled)
         for stream, tokens in scheduled:
             # Rejected drafts are written again by the next step; preempted requests start anew.
-            stream.stored += data.draw(st.integers(1, tokens))
+            stream.stored += data.draw(st.integers(1, tokens)) if tokens <= 5 else tokens
             machine.release(stream)
             if data.draw(st.integers(0, 9)) == 0:
                 machine.drop(stream)
+
+
+def test_a_chunk_keeps_copies_in_pages_that_no_later_row_sees() -> None:
+    machine = Machine(8, 400)
+    machine.add(RollingPolicy(24, 7))
+    (stream,) = machine.streams
+    counts = []
+    for tokens in (200, 200, 5):
+        machine.grow(stream, tokens)
+        scheduled = [(stream, tokens)]
+        waves = machine.rows.waves(machine.batch(scheduled), machine.limits(scheduled))  # type: ignore[arg-type]
+        counts.append((len(waves), sum(len(wave.copies.sources) for wave in waves)))
+        stream.stored += tokens
+        machine.release(stream)
+    # 21 and 26 rows that read copies; the last one's are in place for the next step.
+    assert counts == [(7, 21), (5, 26), (1, 0)]
+
+
+def test_drafts_that_are_taken_back_have_overwritten_nothing() -> None:
+    machine = Machine(2, 100)
+    machine.add(RollingPolicy(6, 2))
+    (stream,) = machine.streams
+    for tokens, settled in [(30, 30), *[(5, 1)] * 9]:
+        machine.step([(stream, tokens)])
+        stream.stored += settled
+        machine.release(stream)
 
 
 def decode(machine: Machine, stream: Stream, steps: int) -> list[int]:
