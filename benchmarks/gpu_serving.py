@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
-RETENTION = {"context_budget": 2048, "protected_prefix": 128}
+RETENTION = {"context_budget": 2048, "protected_prefix": 128, "positions": "absolute"}
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "enable_prefix_caching": False,

@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-RETENTION = {"mstar": {"retention": {"context_budget": 192, "protected_prefix": 20}}}
+POLICY = {"context_budget": 192, "protected_prefix": 20, "positions": "absolute"}
+RETENTION = {"mstar": {"retention": POLICY}}
 OWN = {"mstar_context_budget": 64, "mstar_protected_prefix": 4}
 PLAIN_ALL_REDUCE = {"pass_config": {"fuse_allreduce_rms": False}}
 POINTS = ((1, 1024), (16, 1024), (64, 1024))
@@ -89,8 +90,10 @@ def compare_tokens(model: str) -> str:
 
 
 def agreement(one: list[Any], two: list[Any]) -> str:
-    """Equal leading tokens, and how far the log-probabilities of those differ."""
-    equal, total, apart = 0, 0, 0.0
+    """Equal leading tokens, how far the log-probabilities of those differ, and the largest margin
+    between the best two tokens of one card where answers part: a tie if it is no larger.
+    """
+    equal, total, apart, margin = 0, 0, 0.0, 0.0
     for first, second in zip(one, two, strict=True):
         total += len(first["tokens"])
         same = zip(first["tokens"], second["tokens"], strict=True)
@@ -98,7 +101,8 @@ def agreement(one: list[Any], two: list[Any]) -> str:
         equal += leading
         pairs = zip(first["logprobs"][:leading], second["logprobs"][:leading], strict=True)
         apart = max([apart, *(abs(a - b) for a, b in pairs)])
-    return f"{equal} of {total} | {apart:.4f}"
+        margin = max([margin, *first["margins"][leading : leading + 1]])
+    return f"{equal} of {total} | {apart:.4f} | {margin:.4f}"
 
 
 def compare_speed(config: str, turns: int) -> list[str]:
@@ -154,7 +158,7 @@ class Side:
             (
                 prompt,
                 SamplingParams(
-                    max_tokens=96, temperature=0, logprobs=0, ignore_eos=True, extra_args=own
+                    max_tokens=96, temperature=0, logprobs=2, ignore_eos=True, extra_args=own
                 ),
             )
             for own in (None, OWN)
@@ -165,18 +169,7 @@ class Side:
             [params for _, params in asked],
             use_tqdm=False,
         )
-        return [
-            {
-                "tokens": list(one.outputs[0].token_ids),
-                "logprobs": [
-                    step[token].logprob
-                    for token, step in zip(
-                        one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True
-                    )
-                ],
-            }
-            for one in outputs
-        ]
+        return [told(one.outputs[0]) for one in outputs]
 
     def decode(self, batch: int, context: int) -> float:
         """Milliseconds between tokens: a long answer less a short one."""
@@ -196,6 +189,18 @@ class Side:
         started = time.perf_counter()
         self.llm.generate(asked, params, use_tqdm=False)
         return time.perf_counter() - started
+
+
+def told(answer: Any) -> dict[str, list[Any]]:
+    best = [
+        sorted((one.logprob for one in step.values()), reverse=True) for step in answer.logprobs
+    ]
+    chosen = zip(answer.token_ids, answer.logprobs, strict=True)
+    return {
+        "tokens": list(answer.token_ids),
+        "logprobs": [step[token].logprob for token, step in chosen],
+        "margins": [first - second for first, second, *_ in best],
+    }
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -219,8 +224,8 @@ def main() -> None:
         serve(json.loads(options.engine))
         return
     if options.tokens:
-        print("| model | leading tokens as on one card | log-probabilities apart |")
-        print("|---|---|---|")
+        print("| model | leading tokens as on one card | log-probabilities apart | parted at |")
+        print("|---|---|---|---|")
         for model in options.tokens:
             print(compare_tokens(model), flush=True)
     if options.config:

@@ -21,7 +21,7 @@ from mstar_vllm.cpu_key_turn import KeyTurn, shared_turn
 from mstar_vllm.positions import ROLLING
 from mstar_vllm.retention import BatchLimits, RetentionBackend
 from mstar_vllm.ring_visibility import ring_transform, ring_view
-from mstar_vllm.rolling_rows import RollingRows, Wave
+from mstar_vllm.rolling_rows import RollingRows, Wave, written_blocks
 from mstar_vllm.visibility import transform
 
 if TYPE_CHECKING:
@@ -81,10 +81,12 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._limits = BatchLimits(kv_cache_spec)
         self._ring = ring_view(kv_cache_spec)
-        rolls = isinstance(kv_cache_spec, RetentionSpec) and kv_cache_spec.positions == ROLLING
+        active = session.activate(vllm_config)
+        self._writes = active.writes if active.rolls else None
         self._rolling: RollingRows | None = None
-        if rolls:
-            self._rolling = RollingRows(self.block_size, vllm_config.num_speculative_tokens)
+        if isinstance(kv_cache_spec, RetentionSpec) and kv_cache_spec.positions == ROLLING:
+            drafts = vllm_config.num_speculative_tokens
+            self._rolling = RollingRows(self.block_size, active.writes, drafts)
 
     def build(
         self,
@@ -92,6 +94,8 @@ class MStarCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
+        if self._writes is not None:
+            self._writes.note(written_blocks(common_attn_metadata, self.block_size))
         if self._ring is not None:
             visible = ring_transform(common_attn_metadata, self._ring, self.block_size)
         else:
@@ -118,9 +122,7 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
     server's plan known to `customize_spec`.
     """
 
-    _rolls = False
     _key_turn: KeyTurn | None = None
-    """Turns this layer's protected keys; None where it reads another layer's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -133,10 +135,9 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
         rows.hook_model_runner()
         seeds.hook_sampling()
 
-    def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
+    def roll(self, rotary: Rotary | None, device: torch.device) -> None:
         """Be ready for rolling positions; called before the first batch."""
-        self._rolls = True
-        self._key_turn = shared_turn(rotary) if stores_keys else None
+        self._key_turn = shared_turn(rotary)
 
     def forward(
         self,
@@ -155,11 +156,10 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales
             )
-        if not self._rolls:
+        if self._key_turn is None:
             raise RuntimeError("a layer must be told to roll before its first batch")
         for wave, metadata in attn_metadata.waves:
-            if self._key_turn is not None:
-                self._key_turn.copy(kv_cache, wave.copies, layer.isa)
+            self._key_turn.copy(kv_cache, wave.copies, layer.isa)
             if wave.tokens is None:
                 super().forward(layer, query, key, value, kv_cache, metadata, output, *scales)
                 continue

@@ -108,7 +108,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         start_layer(self)
 
-    def roll(self, rotary: Rotary | None, device: torch.device, stores_keys: bool) -> None:
+    def roll(self, rotary: Rotary | None, device: torch.device) -> None:
         """Be ready for rolling positions; called before the first batch."""
         if self.fa4_hd256:
             raise ValueError(
@@ -152,7 +152,7 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         kernels: Any = fa_utils
         tokens_first = kv_cache.transpose(1, 2)
         keys, values = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
-        output, log_sums = kernels.flash_attn_varlen_func(
+        _, log_sums = kernels.flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(keys),
             v=canonicalize_singleton_dim_strides(values),

@@ -1,7 +1,8 @@
 """Which turned copies of pages are already in place.
 
 A copy stays right until something is written to its block or to the block it was made of, so blocks
-count the steps that write to them.
+count the steps that write to them. All groups of layers take their blocks from one pool and share
+their memory, so that they count together.
 """
 
 from __future__ import annotations
@@ -26,32 +27,51 @@ class Copies:
         return Copies(self.sources[chosen], self.targets[chosen], self.turns[chosen])
 
 
+class BlockWrites:
+    """How often each block of the pool was written to."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(0, dtype=np.int64)
+
+    def note(self, blocks: IntArray) -> None:
+        """Something is written to `blocks`, each named once."""
+        if len(blocks):
+            self._counts = grown(self._counts, int(blocks.max()) + 1)
+            self._counts[blocks] += 1
+
+    def of(self, blocks: IntArray) -> IntArray:
+        self._counts = grown(self._counts, int(blocks.max()) + 1)
+        counts: IntArray = self._counts[blocks]
+        return counts
+
+
 class CopyLedger:
     """The copies that one group of layers holds."""
 
-    def __init__(self) -> None:
-        self._writes = np.zeros(0, dtype=np.int64)
-        self._held = np.full((0, 3), -1, dtype=np.int64)
-
-    def note_writes(self, blocks: IntArray) -> None:
-        """Tokens are written to `blocks` in this step, before any copy of it is made."""
-        if len(blocks):
-            self._grow(int(blocks.max()) + 1)
-            self._writes[blocks] += 1
-            self._held[blocks] = -1
+    def __init__(self, writes: BlockWrites) -> None:
+        self._writes = writes
+        self._held = np.full((0, 4), -1, dtype=np.int64)
 
     def take_missing(self, copies: Copies) -> Copies:
-        """Those of `copies` that are not in place; from now on they count as made."""
-        self._grow(int(max(copies.sources.max(), copies.targets.max())) + 1)
-        made_of = np.stack([copies.sources, self._writes[copies.sources], copies.turns], axis=1)
-        missing = (self._held[copies.targets] != made_of).any(axis=1)
-        self._held[copies.targets[missing]] = made_of[missing]
+        """Those of `copies` that are not in place; from now on they count as made. What is written
+        to blocks in this step has been noted.
+        """
+        targets = copies.targets
+        columns = (copies.sources, self._writes.of(copies.sources), copies.turns)
+        made = np.stack([*columns, self._writes.of(targets)], axis=1)
+        self._held = grown(self._held, int(targets.max()) + 1, fill=-1)
+        missing = (self._held[targets] != made).any(axis=1)
+        written = targets[missing]
+        self._writes.note(np.unique(written))
+        made[missing, 3] = self._writes.of(written) if len(written) else 0
+        self._held[written] = made[missing]
         return copies.only(missing)
 
-    def _grow(self, num_blocks: int) -> None:
-        more = num_blocks - len(self._writes)
-        if more > 0:
-            more = max(more, len(self._writes))
-            self._writes = np.concatenate([self._writes, np.zeros(more, dtype=np.int64)])
-            fresh = np.full((more, 3), -1, dtype=np.int64)
-            self._held = np.concatenate([self._held, fresh])
+
+def grown(array: IntArray, length: int, fill: int = 0) -> IntArray:
+    """`array` itself where it is long enough, else one at least twice as long."""
+    more = length - len(array)
+    if more <= 0:
+        return array
+    shape = (max(more, len(array)), *array.shape[1:])
+    return np.concatenate([array, np.full(shape, fill, dtype=np.int64)])

@@ -66,6 +66,35 @@ def check_declaration(
                 )
 
 
+def check_rotary(
+    model: ModelKV, adapter: str, modules: Mapping[str, Any], layer_names: Iterable[str]
+) -> None:
+    """Raise ValueError where the rotary module beside a layer of `layer_names` is not the declared
+    one. Layers without such a module under its usual name are not compared.
+
+    modules: the model's, by name.
+    """
+    declared = {layer.index: layer.rotary for layer in model.layers}
+    for name in layer_names:
+        built: Any = modules.get(f"{name.rpartition('.')[0]}.rotary_emb")
+        index = layer_index(name)
+        rotary = None if index is None else declared.get(index)
+        if rotary is None or getattr(built, "is_neox_style", None) is None:
+            continue
+        expected = {
+            "theta": (rotary.theta, built.base),
+            "rotary_dim": (rotary.rotary_dim, built.rotary_dim),
+            "interleaved": (rotary.interleaved, not built.is_neox_style),
+        }
+        for field, (said, found) in expected.items():
+            if said != found:
+                raise ValueError(
+                    f"adapter {adapter} must declare the rotary {field} of layer {index} as the "
+                    f"engine built it: declared {said}, built {found}; mend the adapter or keep "
+                    "'absolute' positions"
+                )
+
+
 def check_layer_count(model: ModelKV, built: tuple[BuiltLayer, ...], adapter: str) -> None:
     """Raise ValueError where a declared layer was not built; for servers of one pipeline stage."""
     latent = _latent_indices(model)

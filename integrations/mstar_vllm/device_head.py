@@ -83,7 +83,11 @@ class ProtectedAttention:
         most_keys = head.tables.shape[1] * block_tokens
         at_once = queries_at_once(most_queries, group)
         tiles = triton.cdiv(most_queries, at_once // group)
-        part_len, num_parts = self._split(most_keys, num_rows * num_kv_heads * tiles)
+        room = self._most_programs // (num_rows * num_kv_heads * tiles)
+        if num_tokens > num_rows * most_queries:
+            # Long rows beside these, for whose tokens the parts would be made too.
+            room = 1
+        part_len, num_parts = split(most_keys, room)
         parts, part_sums = self._parts(num_parts, queries)
         dims = max(LEAST_TILE, power_of_two(head_size))
         output, log_sums = attended.output, attended.log_sums
@@ -142,18 +146,23 @@ class ProtectedAttention:
             PARTS=num_parts,
         )
 
-    def _split(self, most_keys: int, programs: int) -> tuple[int, int]:
-        """Tokens of a part, and parts: as many as the device has room for beside `programs`."""
-        room = max(1, self._most_programs // programs)
-        part_len = LEAST_PART * max(1, triton.cdiv(triton.cdiv(most_keys, room), LEAST_PART))
-        return part_len, max(1, triton.cdiv(most_keys, part_len))
-
     def _parts(self, count: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the parts `[N, T, heads, head size]` and their log-sum-exps `[N, T, heads]`."""
         if count == 1:
             return queries, queries
         room = torch.empty(count, *queries.shape, dtype=torch.float32, device=queries.device)
         return room, torch.empty_like(room[..., 0], memory_format=torch.contiguous_format)
+
+
+def split(most_keys: int, room: int) -> tuple[int, int]:
+    """Tokens of a part, and parts: a power of two, at most `room`, none shorter than `LEAST_PART`.
+
+    Example: 8,192 keys with room for 33 -> parts of 256, 32; with room for 5 -> of 2,048, 4.
+    """
+    most = max(1, min(room, triton.cdiv(most_keys, LEAST_PART)))
+    num_parts = 1 << (most.bit_length() - 1)
+    part_len = triton.cdiv(triton.cdiv(most_keys, num_parts), LEAST_PART) * LEAST_PART
+    return part_len, num_parts
 
 
 def queries_at_once(most_queries: int, group: int) -> int:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_len", "num_tokens"])
 def add_protected(
     queries,
     token_stride,
@@ -121,7 +121,7 @@ def add_protected(
         tl.store(target, merged.to(rest.dtype), mask=is_held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def join_parts(
     parts,
     part_sums,

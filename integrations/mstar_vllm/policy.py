@@ -52,13 +52,14 @@ def own_policy(
     """The policy that a request brings.
 
     A missing protected prefix is the server's, cut to fit; a missing budget is what the server's
-    total leaves behind the prefix; missing positions are the server's. The value "prompt" protects
+    total leaves behind the prefix; missing positions are the server's, or absolute where the
+    request protects more than the server has made room to roll. The value "prompt" protects
     `num_prompt_tokens` tokens. Raises PolicyError where the values are wrong or ask for more than
     the server's total.
     """
     prefix = _prefix(extra_args.get(PREFIX_KEY), server, num_prompt_tokens)
     budget = _budget(extra_args.get(BUDGET_KEY), server, prefix)
-    positions = _positions(extra_args.get(POSITIONS_KEY), server)
+    positions = _positions(extra_args.get(POSITIONS_KEY), server, prefix)
     _check_total(budget, prefix, server)
     if positions == ROLLING:
         _check_rolling(prefix, server)
@@ -123,9 +124,10 @@ def _budget(value: Any, server: RetentionPolicy | None, prefix: int) -> int:
     return left
 
 
-def _positions(value: Any, server: RetentionPolicy | None) -> str:
+def _positions(value: Any, server: RetentionPolicy | None, prefix: int) -> str:
     if value is None:
-        return positions_of(server)
+        fits = server is not None and prefix <= server.protected_prefix
+        return positions_of(server) if fits else ABSOLUTE
     if value not in POSITIONS:
         raise PolicyError(
             POSITIONS_KEY,
@@ -139,8 +141,8 @@ def _check_rolling(prefix: int, server: RetentionPolicy | None) -> None:
     if server is None or positions_of(server) != ROLLING:
         raise PolicyError(
             POSITIONS_KEY,
-            f"{POSITIONS_KEY} can be {ROLLING!r} only where the server's retention has it; "
-            f"leave it out, or start the server with 'positions': '{ROLLING}'",
+            f"{POSITIONS_KEY} can be {ROLLING!r} only where the server protects a prefix and its "
+            f"start-up report says {ROLLING!r}; leave it out",
         )
     if prefix > server.protected_prefix:
         raise PolicyError(

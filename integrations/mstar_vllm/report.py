@@ -118,10 +118,16 @@ def _policy_lines(
     without = _requests_that_fit(vllm_config, _without_policy(kv_cache_config))
     return [
         f"mstar bounds requests to {policy.context_budget:,} tokens behind "
-        f"{policy.protected_prefix:,} protected, at {positions_of(policy)} positions: at most "
+        f"{policy.protected_prefix:,} protected, at {positions_shown(plan)} positions: at most "
         f"{', '.join(str(cap) for cap in sorted(caps))} pages per request and group; "
         f"{without:,.1f} requests would fit without the policy"
     ]
+
+
+def positions_shown(plan: ServingPlan) -> str:
+    """The policy's positions, with what rules rolling ones out where nobody chose."""
+    positions = positions_of(plan.retention)
+    return f"{positions} (because of {plan.not_rolling})" if plan.not_rolling else positions
 
 
 def _ring_lines(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:

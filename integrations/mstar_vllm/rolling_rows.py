@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mstar_vllm.copy_ledger import Copies, CopyLedger, IntArray
+from mstar_vllm.copy_ledger import BlockWrites, Copies, CopyLedger, IntArray
 from mstar_vllm.visibility import RowLimits, SplitRows, compact_tables, split_rows, with_rows
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ class RollingRows:
     bring to a step, which may have to be taken back.
     """
 
-    def __init__(self, block_tokens: int, drafts: int = 0) -> None:
+    def __init__(self, block_tokens: int, writes: BlockWrites, drafts: int = 0) -> None:
         self._block_tokens = block_tokens
         self._drafts = drafts
-        self._ledger = CopyLedger()
+        self._ledger = CopyLedger(writes)
 
     def waves(self, batch: CommonAttentionMetadata, limits: RowLimits) -> list[Wave]:
-        """The waves of a batch in host memory; none where no row reads copies."""
-        slots = batch.slot_mapping[: batch.num_actual_tokens].numpy()
-        self._ledger.note_writes(np.unique(slots[slots >= 0] // self._block_tokens))
+        """The waves of a batch in host memory, whose writes are noted; none where no row reads
+        copies.
+        """
         if batch.max_seq_len <= limits.reach():
             return []
         seq_lens = batch.seq_lens.numpy().astype(np.int64)
@@ -114,6 +114,13 @@ class RollingRows:
             tokens=torch.from_numpy(tokens),
             copies=copies,
         )
+
+
+def written_blocks(batch: CommonAttentionMetadata, block_tokens: int) -> IntArray:
+    """The blocks that a batch in host memory writes its tokens to, each once."""
+    slots = batch.slot_mapping[: batch.num_actual_tokens].numpy()
+    blocks: IntArray = np.unique(slots[slots >= 0] // block_tokens)
+    return blocks
 
 
 def head_shifts(rows: SplitRows, limits: RowLimits) -> IntArray:

@@ -19,16 +19,33 @@ if TYPE_CHECKING:
     from mstar_vllm.settings import Settings
 
 
-def check_rolling(vllm_config: VllmConfig, settings: Settings, model: ModelKV | None) -> None:
-    """ValueError that names the first thing that rules rolling positions out."""
-    obstacle = _obstacle(vllm_config, settings, model)
-    if obstacle is not None:
+SHARING = "layers that read another layer's keys on CPU"
+
+
+def choose_positions(
+    vllm_config: VllmConfig, settings: Settings, model: ModelKV | None
+) -> tuple[str, str | None]:
+    """The positions of the server's requests: those it asks for, else rolling ones where they can
+    be kept; and what rules rolling ones out where they were not asked for.
+
+    ValueError that names the first such thing where they were.
+    """
+    if settings.positions == ABSOLUTE:
+        return ABSOLUTE, None
+    obstacle = rolling_obstacle(vllm_config, settings, model)
+    if obstacle is None:
+        return ROLLING, None
+    if settings.positions == ROLLING:
         raise ValueError(
             f"mstar cannot keep positions {ROLLING!r} with {obstacle}; use {ABSOLUTE!r}"
         )
+    return ABSOLUTE, obstacle
 
 
-def _obstacle(vllm_config: VllmConfig, settings: Settings, model: ModelKV | None) -> str | None:
+def rolling_obstacle(
+    vllm_config: VllmConfig, settings: Settings, model: ModelKV | None
+) -> str | None:
+    """The first thing that rules rolling positions out, or None."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -42,7 +59,20 @@ def _obstacle(vllm_config: VllmConfig, settings: Settings, model: ModelKV | None
     full = [layer for layer in model.layers if layer.kind is LayerKind.FULL]
     if on_cuda and any(layer.has_sinks for layer in full):
         return "attention sinks on CUDA"
+    if on_cuda and any(layer.head_dim == 256 for layer in full) and _is_blackwell():
+        return "FlashAttention 4's kernel for heads of 256"
+    # The waves of a chunk follow one another in the layer that stores the keys.
+    if not on_cuda and any(layer.shares_kv_with is not None for layer in full):
+        return SHARING
+    if full and not any(layer.rotary for layer in full):
+        return "a model without rotary positions"
     return _unknown_scheme(full)
+
+
+def _is_blackwell() -> bool:
+    from vllm.platforms import current_platform
+
+    return any(current_platform.is_device_capability_family(family) for family in (100, 110))
 
 
 def _unknown_scheme(layers: Iterable[LayerKV]) -> str | None:
@@ -59,14 +89,21 @@ def give_layers_their_turn(
     vllm_config: VllmConfig, model: ModelKV, layer_names: Iterable[str]
 ) -> None:
     """Tell each layer that reads the keys of `layer_names` how they are turned."""
+    from vllm.platforms import current_platform
+
     rotary = {layer.index: layer.rotary for layer in model.layers}
-    device = vllm_config.device_config.device
+    device: Any = vllm_config.device_config.device
     stores = set(layer_names)
     built: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     for name, layer in built.items():
         source = getattr(layer, "kv_sharing_target_layer_name", None) or name
+        if source != name and source in stores and current_platform.is_cpu():
+            raise ValueError(
+                f"mstar cannot keep positions {ROLLING!r} with {SHARING}, as {name} does; use "
+                f"{ABSOLUTE!r}"
+            )
         if source in stores:
-            layer.impl.roll(rotary[_index_of(name)], device, stores_keys=source == name)
+            layer.impl.roll(rotary[_index_of(name)], device)
 
 
 def _index_of(name: str) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from mstar_plugin.adapters import Adapter, find_adapter
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import LayerKind, ModelKV
-from mstar_vllm.positions import ROLLING, positions_of
+from mstar_vllm.positions import policy_with
 from mstar_vllm.ring_plan import RingPlan, ring_plan
-from mstar_vllm.rolling_start import check_rolling
+from mstar_vllm.rolling_start import choose_positions
 from mstar_vllm.settings import Settings, settings_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ _TEXT_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 class ServingPlan:
     """adapter: name of the model's adapter. model: what it declares, None without an adapter.
     retention: the server's policy. obstacle: why no request can be bounded, None where it can.
-    ring: the rings that its layers keep, None for none."""
+    ring: the rings that its layers keep, None for none. not_rolling: why the policy's positions are
+    absolute though nobody asked for that, None where they are not."""
 
     settings: Settings
     adapter: str
@@ -38,6 +39,7 @@ class ServingPlan:
     retention: RetentionPolicy | None
     obstacle: str | None
     ring: RingPlan | None = None
+    not_rolling: str | None = None
 
 
 def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
@@ -56,8 +58,10 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     retention = settings.retention
     if retention is None and obstacle is None and model is not None:
         retention = model.retention
-    if positions_of(retention) == ROLLING:
-        check_rolling(vllm_config, settings, model)
+    not_rolling = None
+    if retention is not None and retention.protected_prefix:
+        positions, not_rolling = choose_positions(vllm_config, settings, model)
+        retention = policy_with(retention.context_budget, retention.protected_prefix, positions)
     return ServingPlan(
         settings=settings,
         adapter=name,
@@ -65,6 +69,7 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
         retention=retention,
         obstacle=obstacle,
         ring=ring,
+        not_rolling=not_rolling,
     )
 
 

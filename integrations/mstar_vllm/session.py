@@ -6,10 +6,12 @@ constructor, where the configuration can still be read, leaves the plan here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
+from mstar_vllm.copy_ledger import BlockWrites
+from mstar_vllm.positions import ROLLING, positions_of
 from mstar_vllm.serving import ServingPlan, in_flight_tokens, serving_plan
 
 if TYPE_CHECKING:
@@ -18,10 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The plan and the tokens that can be in flight per request."""
+    """The plan, the tokens that can be in flight per request, and what this process has written to
+    its pool.
+    """
 
     plan: ServingPlan
     in_flight_tokens: int
+    writes: BlockWrites = field(default_factory=BlockWrites)
+
+    @property
+    def rolls(self) -> bool:
+        return positions_of(self.plan.retention) == ROLLING
 
 
 _current: tuple[ReferenceType[VllmConfig], Session] | None = None

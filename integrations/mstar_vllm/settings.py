@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mstar_plugin.kv.config import RetentionPolicy
-from mstar_vllm.positions import ABSOLUTE, POSITIONS, policy_with
+from mstar_vllm.positions import POSITIONS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,12 +21,14 @@ _WHERE = "additional_config['mstar']"
 class Settings:
     """What `--additional-config '{"mstar": {...}}'` says.
 
-    `retention` is the server's policy, None where nothing is bounded. `kernels` names the parent
-    kernels on CUDA, None for the default. `ring` is the ring table as given, which can be checked
-    only beside a model.
+    `retention` is the server's policy, None where nothing is bounded, and `positions` how its
+    protected keys are seen, None where that is left out. `kernels` names the parent kernels on
+    CUDA, None for the default. `ring` is the ring table as given, which can be checked only beside
+    a model.
     """
 
     retention: RetentionPolicy | None = None
+    positions: str | None = None
     kernels: str | None = None
     ring: Any = None
 
@@ -42,6 +44,7 @@ class Settings:
             )
         return cls(
             retention=None if retention is None else _policy(retention),
+            positions=None if retention is None else retention.get("positions"),
             kernels=kernels,
             ring=table.get("ring"),
         )
@@ -69,15 +72,16 @@ def _policy(values: Any) -> RetentionPolicy:
     table = _table(values, where, ("context_budget", "protected_prefix", "positions"))
     if "context_budget" not in table:
         raise ValueError(f"{where} needs 'context_budget', got {sorted(table)}")
-    positions = table.get("positions", ABSOLUTE)
-    if positions not in POSITIONS:
+    positions = table.get("positions")
+    if positions is not None and positions not in POSITIONS:
         raise ValueError(
             f"{where}['positions'] must be one of {', '.join(POSITIONS)}, got {shown(positions)}"
         )
-    return policy_with(
-        token_count(f"{where}['context_budget']", table["context_budget"], 1),
-        token_count(f"{where}['protected_prefix']", table.get("protected_prefix", 0), 0),
-        positions,
+    return RetentionPolicy(
+        context_budget=token_count(f"{where}['context_budget']", table["context_budget"], 1),
+        protected_prefix=token_count(
+            f"{where}['protected_prefix']", table.get("protected_prefix", 0), 0
+        ),
     )
 
 

@@ -7,7 +7,12 @@ from typing import Any
 
 from mstar_vllm import compat, session
 from mstar_vllm.cache_specs import RetentionSpec
-from mstar_vllm.crosscheck import built_layers, check_declaration, check_layer_count
+from mstar_vllm.crosscheck import (
+    built_layers,
+    check_declaration,
+    check_layer_count,
+    check_rotary,
+)
 from mstar_vllm.metrics import leave_bytes_per_page
 from mstar_vllm.plugin import BACKEND_NAME, is_selected
 from mstar_vllm.positions import ROLLING, positions_of
@@ -61,18 +66,21 @@ def _initialize_kv_cache(
         if not is_profiling:
             check_and_report(runner.vllm_config, kv_cache_config)
         # Profiling captures graphs, which attend.
-        _prepare_rolling(runner.vllm_config, kv_cache_config)
+        _prepare_rolling(runner, kv_cache_config)
     return original(runner, kv_cache_config, is_profiling, *args, **kwargs)
 
 
-def _prepare_rolling(vllm_config: Any, kv_cache_config: Any) -> None:
+def _prepare_rolling(runner: Any, kv_cache_config: Any) -> None:
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
+    vllm_config = runner.vllm_config
     plan = session.activate(vllm_config).plan
     if plan.model is None or positions_of(plan.retention) != ROLLING:
         return
+    modules = dict(runner.model.named_modules(remove_duplicate=False))
     for group in kv_cache_config.kv_cache_groups:
         if any(isinstance(spec, RetentionSpec) for spec in iter_layer_specs(group.kv_cache_spec)):
+            check_rotary(plan.model, plan.adapter, modules, group.layer_names)
             give_layers_their_turn(vllm_config, plan.model, group.layer_names)
 
 

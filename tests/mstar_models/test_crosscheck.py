@@ -1,6 +1,7 @@
 """What an adapter declares against what the engine built: one sentence with both numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,3 +87,27 @@ def test_latent_layers_built_as_ordinary_ones_pass_only_where_the_engine_was_tol
         check(LATENT, built())
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     check(LATENT, built())
+
+
+def rotary_modules(**changes: Any) -> dict[str, Any]:
+    built = {"base": 10000, "rotary_dim": 16, "is_neox_style": True, **changes}
+    return {"model.layers.1.self_attn.rotary_emb": SimpleNamespace(**built)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base": 500000.0}, "rotary theta of layer 1 .* declared 10000.0, built 500000.0"),
+        ({"rotary_dim": 8}, "rotary rotary_dim of layer 1 .* declared 16, built 8"),
+        ({"is_neox_style": False}, "rotary interleaved of layer 1 .* declared False, built True"),
+    ],
+)
+def test_a_rotary_embedding_that_was_built_otherwise_is_refused(
+    changes: dict[str, Any], told: str
+) -> None:
+    from mstar_vllm.crosscheck import check_rotary
+
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(2)]
+    check_rotary(declared(LLAMA), "mine", rotary_modules(), names)
+    with pytest.raises(ValueError, match=f"adapter mine must declare the {told}"):
+        check_rotary(declared(LLAMA), "mine", rotary_modules(**changes), names)

@@ -79,7 +79,13 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
 }
 SERVER_POLICY = {
-    "mstar": {"retention": {"context_budget": POLICY[0], "protected_prefix": POLICY[1]}}
+    "mstar": {
+        "retention": {
+            "context_budget": POLICY[0],
+            "protected_prefix": POLICY[1],
+            "positions": "absolute",
+        }
+    }
 }
 
 

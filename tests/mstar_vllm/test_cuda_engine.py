@@ -59,7 +59,7 @@ def job(
     settings: dict[str, Any] = {"kernels": kernels}
     if policy is not None:
         names = ("context_budget", "protected_prefix", "positions")
-        settings["retention"] = dict(zip(names, policy, strict=False))
+        settings["retention"] = {"positions": "absolute", **dict(zip(names, policy, strict=False))}
     engine = {**CARD, "additional_config": {"mstar": settings}, **engine}
     return {"model": str(model), "backend": "mstar", "engine": engine, "rounds": [requests]}
 

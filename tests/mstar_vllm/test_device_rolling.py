@@ -127,7 +127,7 @@ def expected_rows(
 
 @pytest.mark.parametrize("max_query", [1, 4, 150], ids=["decode", "drafts", "chunks"])
 @given(data=st.data(), block=st.sampled_from([4, 8]), multiple=st.sampled_from([1, 2]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if RUNS_KERNELS else 10, deadline=None)
 def test_rows_see_protected_pages_apart(
     data: st.DataObject, max_query: int, block: int, multiple: int
 ) -> None:

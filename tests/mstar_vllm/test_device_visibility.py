@@ -36,7 +36,7 @@ from mstar_vllm.visibility import (
 pytestmark = [pytest.mark.vllm, *RUNS_KERNELS]
 MAX_REQUESTS = 8
 POLICIES = st.builds(RetentionPolicy, st.integers(1, 90), st.integers(0, 70))
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=40 if RUNS_KERNELS else 15, deadline=None)
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,17 @@ def test_with_nothing_protected_positions_make_no_difference() -> None:
 
 @pytest.mark.parametrize("server", [None, SERVER])
 def test_rolling_positions_need_a_server_that_has_them(server: RetentionPolicy | None) -> None:
-    with pytest.raises(PolicyError, match="only where the server's") as refused:
+    with pytest.raises(PolicyError, match="only where the server protects") as refused:
         request_policy({BUDGET: 100, PREFIX: 4, POSITIONS: "rolling"}, server, 10)
     assert refused.value.parameter == POSITIONS
 
 
 def test_a_rolling_prefix_is_at_most_what_the_server_reserved_copies_for() -> None:
+    own = {BUDGET: 100, PREFIX: 65}
     with pytest.raises(PolicyError, match="must not exceed the server's 64 with rolling"):
-        request_policy({BUDGET: 100, PREFIX: 65}, ROLLING, 10)
+        request_policy({**own, POSITIONS: "rolling"}, ROLLING, 10)
+    assert request_policy(own, ROLLING, 10) == RetentionPolicy(100, 65)
+    assert request_policy({PREFIX: "prompt"}, ROLLING, 200) == RetentionPolicy(376, 200)
 
 
 @pytest.mark.parametrize("value", [True, 1, "rolled", ["rolling"], float("nan")])

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def job(model: str, policy: list[int] | None, *rounds: Any, **engine: Any) -> dict[str, Any]:
     settings = {}
     if policy is not None:
-        retention = {"context_budget": policy[0], "protected_prefix": policy[1]}
+        names = ("context_budget", "protected_prefix")
+        retention = {"positions": "absolute", **dict(zip(names, policy, strict=True))}
         settings = {"additional_config": {"mstar": {"retention": retention}}}
     return {"model": model, "backend": "mstar", "engine": {**settings, **engine}, "rounds": rounds}
 

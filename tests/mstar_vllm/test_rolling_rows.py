@@ -14,9 +14,9 @@ from row_batches import Batch
 
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.retention import copy_page, first_release, protected_pages, released_pages
-from mstar_vllm.copy_ledger import CopyLedger
+from mstar_vllm.copy_ledger import BlockWrites, Copies, CopyLedger
 from mstar_vllm.positions import RollingPolicy, policy_with
-from mstar_vllm.rolling_rows import RollingRows, Wave
+from mstar_vllm.rolling_rows import RollingRows, Wave, written_blocks
 from mstar_vllm.visibility import RowLimits, limits_of, transform
 
 Key = tuple[int, int, int]
@@ -46,7 +46,8 @@ class Machine:
         self.page = page
         self.free = list(range(1, num_blocks))
         self.memory: dict[tuple[int, int], Key] = {}
-        self.rows = RollingRows(page, drafts=4)
+        self.writes = BlockWrites()
+        self.rows = RollingRows(page, self.writes, drafts=4)
         self.streams: list[Stream] = []
 
     def add(self, policy: RetentionPolicy) -> None:
@@ -88,13 +89,25 @@ class Machine:
             for position in range(stream.stored, stream.stored + tokens):
                 place = (stream.blocks[position // self.page], position % self.page)
                 self.memory[place] = (stream.number, position, 0)
-        waves = self.rows.waves(batch, limits)  # type: ignore[arg-type]
+        waves = self.waves(batch, limits)
         shareable = {block for stream, _ in scheduled for block in self.shareable(stream)}
         assert not shareable & {int(target) for wave in waves for target in wave.copies.targets}
         seen = self.attend(waves) if waves else self.seen(transform(batch, limits, self.page))  # type: ignore[arg-type]
         assert [sorted(keys) for keys in seen] == [
             sorted(keys) for keys in self.expected(scheduled)
         ]
+
+    def waves(self, batch: StepBatch, limits: RowLimits) -> list[Wave]:
+        self.writes.note(written_blocks(batch, self.page))  # type: ignore[arg-type]
+        return self.rows.waves(batch, limits)  # type: ignore[arg-type]
+
+    def lend(self, count: int) -> None:
+        """Another group of layers fills some blocks of the pool and gives them back."""
+        blocks = self.free[-count:]
+        self.memory.update(
+            {(b, offset): (-1, -1, 0) for b in blocks for offset in range(self.page)}
+        )
+        self.writes.note(np.array(sorted(blocks)))
 
     def shareable(self, stream: Stream) -> list[int]:
         """Blocks that end before the first release: other requests may read them."""
@@ -212,6 +225,7 @@ def test_each_token_sees_the_head_at_a_distance_that_stays(data: st.DataObject, 
             machine.release(stream)
             if data.draw(st.integers(0, 9)) == 0:
                 machine.drop(stream)
+                machine.lend(data.draw(st.integers(1, 20)))
 
 
 def test_a_chunk_keeps_copies_in_pages_that_no_later_row_sees() -> None:
@@ -222,7 +236,7 @@ def test_a_chunk_keeps_copies_in_pages_that_no_later_row_sees() -> None:
     for tokens in (200, 200, 5):
         machine.grow(stream, tokens)
         scheduled = [(stream, tokens)]
-        waves = machine.rows.waves(machine.batch(scheduled), machine.limits(scheduled))  # type: ignore[arg-type]
+        waves = machine.waves(machine.batch(scheduled), machine.limits(scheduled))
         counts.append((len(waves), sum(len(wave.copies.sources) for wave in waves)))
         stream.stored += tokens
         machine.release(stream)
@@ -240,12 +254,31 @@ def test_drafts_that_are_taken_back_have_overwritten_nothing() -> None:
         machine.release(stream)
 
 
+def test_a_block_that_another_group_filled_holds_no_copy() -> None:
+    """A request in the blocks of one before that had the same prompt, and shares its cached head;
+    in between, the blocks were a sliding window's.
+    """
+    machine = Machine(8, 12)
+    policy = RollingPolicy(24, 7)
+    first = Stream(1, policy)
+    again = Stream(1, policy)
+    for stream in (first, again):
+        machine.streams = [stream]
+        for tokens in (39 - stream.stored, 1, 1):
+            machine.step([(stream, tokens)])
+            stream.stored += tokens
+            machine.release(stream)
+        again.blocks, again.stored = first.blocks[:1], 8
+        machine.free = sorted(set(range(1, 12)) - set(again.blocks))
+        machine.lend(len(machine.free))
+
+
 def decode(machine: Machine, stream: Stream, steps: int) -> list[int]:
     """Copies made by each of `steps` decode steps."""
     made = []
     for _ in range(steps):
         machine.grow(stream, 1)
-        waves = machine.rows.waves(machine.batch([(stream, 1)]), machine.limits([(stream, 1)]))  # type: ignore[arg-type]
+        waves = machine.waves(machine.batch([(stream, 1)]), machine.limits([(stream, 1)]))
         made.append(sum(len(wave.copies.sources) for wave in waves))
         stream.stored += 1
         machine.release(stream)
@@ -262,14 +295,21 @@ def test_a_copy_is_made_once_for_each_released_page() -> None:
 
 
 def test_a_copy_is_made_again_once_its_block_or_its_source_was_written() -> None:
-    ledger = CopyLedger()
-    from mstar_vllm.copy_ledger import Copies
-
+    writes = BlockWrites()
+    ledger = CopyLedger(writes)
     copies = Copies(np.array([3]), np.array([9]), np.array([16]))
     assert len(ledger.take_missing(copies).sources) == 1
     assert len(ledger.take_missing(copies).sources) == 0
     for block in (9, 3):
-        ledger.note_writes(np.array([block]))
+        writes.note(np.array([block]))
+        assert len(ledger.take_missing(copies).sources) == 1
+
+
+def test_a_copy_that_another_group_makes_in_a_block_is_a_write_to_it() -> None:
+    writes = BlockWrites()
+    one, other = CopyLedger(writes), CopyLedger(writes)
+    copies = Copies(np.array([3]), np.array([9]), np.array([16]))
+    for ledger in (one, other, one):
         assert len(ledger.take_missing(copies).sources) == 1
 
 

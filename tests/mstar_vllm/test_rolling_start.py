@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 
 vllm_platforms = pytest.importorskip("vllm.platforms", reason="needs vLLM")
 
+from mstar_plugin.kv.config import RetentionPolicy  # noqa: E402
 from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV, Rotary  # noqa: E402
-from mstar_vllm.rolling_start import check_rolling  # noqa: E402
+from mstar_vllm.positions import RollingPolicy  # noqa: E402
+from mstar_vllm.report import positions_shown  # noqa: E402
+from mstar_vllm.rolling_start import choose_positions  # noqa: E402
+from mstar_vllm.serving import ServingPlan  # noqa: E402
 from mstar_vllm.settings import Settings  # noqa: E402
 
 PLAIN = Rotary(theta=10000.0, rotary_dim=64)
@@ -40,38 +45,79 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_platforms, "current_platform", card)
 
 
+def refuses(named: str, given: ModelKV | None, cache: str = "auto", kernels: Any = None) -> None:
+    """Refused where it was asked for; where nothing was, absolute for the reason named."""
+    asked = Settings(positions="rolling", kernels=kernels)
+    with pytest.raises(ValueError, match=f"cannot keep positions 'rolling' with .*{named}"):
+        choose_positions(config(cache), asked, given)
+    chosen, why = choose_positions(config(cache), Settings(kernels=kernels), given)
+    assert chosen == "absolute" and why is not None and named in why
+    told = Settings(positions="absolute", kernels=kernels)
+    assert choose_positions(config(cache), told, given) == ("absolute", None)
+
+
+def rolls(given: ModelKV, kernels: Any = None) -> None:
+    for positions in (None, "rolling"):
+        settings = Settings(positions=positions, kernels=kernels)
+        assert choose_positions(config(), settings, given) == ("rolling", None)
+
+
 @pytest.mark.parametrize(
-    ("settings", "given", "cache", "named"),
+    ("given", "cache", "named"),
     [
-        (Settings(), None, "auto", "no adapter declares"),
-        (Settings(), model(), "fp8", "a KV cache of fp8"),
-        (Settings(), model(rotary=BY_LENGTH), "auto", "layer 0, where the rotary scheme"),
+        (None, "auto", "no adapter declares"),
+        (model(), "fp8", "a KV cache of fp8"),
+        (model(rotary=BY_LENGTH), "auto", "layer 0, where the rotary scheme"),
+        (model(rotary=None), "auto", "without rotary positions"),
     ],
 )
 def test_refused_on_both_platforms(
-    settings: Settings, given: ModelKV | None, cache: str, named: str, request: Any
+    given: ModelKV | None, cache: str, named: str, request: Any
 ) -> None:
     for fixture in (None, "on_card"):
         if fixture:
             request.getfixturevalue(fixture)
-        with pytest.raises(ValueError, match=f"cannot keep positions 'rolling' with .*{named}"):
-            check_rolling(config(cache), settings, given)
+        refuses(named, given, cache)
+
+
+def test_the_report_says_why_positions_do_not_roll() -> None:
+    policy = RetentionPolicy(256, 4)
+    common: dict[str, Any] = {"settings": Settings(), "adapter": "mine", "model": model()}
+    why = ServingPlan(**common, retention=policy, obstacle=None, not_rolling="attention sinks")
+    assert positions_shown(why) == "absolute (because of attention sinks)"
+    rolls = ServingPlan(**common, retention=RollingPolicy(256, 4), obstacle=None)
+    assert positions_shown(rolls) == "rolling"
+
+
+@pytest.mark.parametrize("family", [100, 110])
+def test_the_kernel_for_large_heads_of_new_cards_does_not_roll(
+    family: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(
+        is_cpu=lambda: False, is_device_capability_family=lambda asked: asked == family
+    )
+    monkeypatch.setattr(vllm_platforms, "current_platform", card)
+    refuses("FlashAttention 4's kernel for heads of 256", model(head_dim=256))
+    rolls(model(head_dim=128))
+
+
+def test_layers_that_share_keys_do_not_roll_on_cpu(request: Any) -> None:
+    first = model().layers[0]
+    both = replace(model(), layers=(first, replace(first, index=1, shares_kv_with=0)))
+    refuses("layers that read another layer's keys on CPU", both)
+    request.getfixturevalue("on_card")
+    rolls(both)
 
 
 def test_sinks_and_flashinfer_are_refused_on_a_card_alone(request: Any) -> None:
-    cases = [
-        (Settings(kernels="flashinfer"), model(), "FlashInfer's kernels"),
-        (Settings(), model(has_sinks=True), "attention sinks on CUDA"),
-    ]
-    for settings, given, _ in cases:
-        check_rolling(config(), settings, given)
+    rolls(model(), "flashinfer")
+    rolls(model(has_sinks=True))
     request.getfixturevalue("on_card")
-    check_rolling(config(), Settings(kernels="flash_attn"), model())
-    for settings, given, named in cases:
-        with pytest.raises(ValueError, match=named):
-            check_rolling(config(), settings, given)
+    rolls(model(), "flash_attn")
+    refuses("FlashInfer's kernels", model(), kernels="flashinfer")
+    refuses("attention sinks on CUDA", model(has_sinks=True))
 
 
 def test_layers_that_are_not_bounded_do_not_count() -> None:
     sliding = model(LayerKind.SLIDING, window_tokens=32, rotary=BY_LENGTH, has_sinks=True)
-    check_rolling(config(), Settings(), sliding)
+    rolls(sliding)

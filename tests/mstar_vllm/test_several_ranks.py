@@ -15,7 +15,7 @@ MODELS = ("llama-14-2", "llama-4-1")
 OWN = {BUDGET: 48, PREFIX: 20}
 POLICIES: dict[str, dict[str, Any] | None] = {
     "nothing": None,
-    "retention": {"context_budget": 64, "protected_prefix": 20},
+    "retention": {"context_budget": 64, "protected_prefix": 20, "positions": "absolute"},
     "rolling": {"context_budget": 64, "protected_prefix": 20, "positions": "rolling"},
 }
 

@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from mstar_vllm.positions import RollingPolicy
+
 pytestmark = pytest.mark.vllm
 
 RETENTION = {"mstar": {"retention": {"context_budget": 256, "protected_prefix": 4}}}
@@ -38,7 +40,7 @@ def test_a_policy_is_accepted_where_it_can_be_honoured(configure: Callable[..., 
 
     plan = serving_plan(configure(additional_config=RETENTION))
     assert plan.obstacle is None
-    assert plan.retention is not None and plan.retention.context_budget == 256
+    assert plan.retention == RollingPolicy(256, 4)
     assert plan.adapter == "llama"
 
 

@@ -1,0 +1,65 @@
+"""The kernels for protected pages compile for cards that are not here, within their memory."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from mstar_vllm.device_head import keys_at_once, power_of_two, queries_at_once  # noqa: E402
+from mstar_vllm.device_head_kernel import add_protected, join_parts  # noqa: E402
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+# The least that a block may use: GeForce and L4 cards of compute capability 8.6 and 8.9.
+SHARED_BYTES = 99 * 1024
+POINTERS = {
+    **dict.fromkeys(("queries", "keys", "values", "output"), "*bf16"),
+    **dict.fromkeys(("tables", "head_lens", "turns", "query_start"), "*i32"),
+    **dict.fromkeys(("log_sums", "parts", "part_sums"), "*fp32"),
+    "revolutions": "*fp64",
+    "scale": "fp32",
+    "soft_cap": "fp32",
+}
+
+
+def shared_bytes(kernel: object, capability: int, **constants: object) -> int:
+    names = kernel.arg_names  # type: ignore[attr-defined]
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, places)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    return int(made.metadata.shared)
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("head_size", [80, 256])
+@pytest.mark.parametrize(("most_queries", "parts"), [(1, 1), (1, 8), (64, 1)])
+def test_a_block_fits_into_a_small_cards_shared_memory(
+    capability: int, head_size: int, most_queries: int, parts: int
+) -> None:
+    queries = queries_at_once(most_queries, 4)
+    constants = {"HEAD_SIZE": head_size, "DIMS": power_of_two(head_size), "PARTS": parts}
+    used = shared_bytes(
+        add_protected,
+        capability,
+        BLOCK_TOKENS=16,
+        GROUP=4,
+        PAIRS=head_size // 2,
+        INTERLEAVED=False,
+        HAS_CAP=True,
+        QUERIES=queries,
+        KEYS=keys_at_once(4096, queries),
+        **constants,
+    )
+    assert 0 < used <= SHARED_BYTES
+    if parts > 1:
+        assert shared_bytes(join_parts, capability, **constants) <= SHARED_BYTES
