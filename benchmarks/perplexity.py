@@ -131,16 +131,10 @@ def chosen(tokens: list[int], prompt_logprobs: Any) -> list[float]:
 def write(name: str, part: Part, curves: dict[str, list[float]]) -> None:
     import vllm
 
-    ends = range(STEP, part.tokens + 1, STEP * max(1, part.tokens // (16 * STEP)))
-    rows = [
-        "| tokens up to | " + " | ".join(f"{end:,}" for end in ends) + " |",
-        "|---" * (len(ends) + 1) + "|",
-    ]
-    for label, curve in curves.items():
-        picked = (
-            f"{curve[end // STEP - 1]:.1f}" if end <= len(curve) * STEP else "" for end in ends
-        )
-        rows.append(f"| {label} | " + " | ".join(picked) + " |")
+    rows = ["| tokens up to | " + " | ".join(curves) + " |", "|---" * (len(curves) + 1) + "|"]
+    for step in range(max(map(len, curves.values()))):
+        cells = (f"{curve[step]:.1f}" if step < len(curve) else "" for curve in curves.values())
+        rows.append(f"| {(step + 1) * STEP:,} | " + " | ".join(cells) + " |")
     lines = [
         f"# Perplexity by position: {part.title}",
         "",
