@@ -52,8 +52,8 @@ REASONS = {
 }
 # What vLLM's CPU build lacks for them, with the stock backend as with ours.
 STOCK_CANNOT = {"jamba": "selective_scan_fwd"}
-# vLLM's linear attention on CPU takes nothing else.
-BFLOAT16 = ("qwen3_next", "qwen3_5")
+# vLLM's linear attention on CPU takes nothing else, nor do these experts on processors with AMX.
+BFLOAT16 = ("qwen3_next", "qwen3_5", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Where `make env` puts it on a CPU, see install_env.py.
 TORCHVISION = Path(sys.prefix) / "torchvision"
 needs_torchvision = pytest.mark.skipif(
