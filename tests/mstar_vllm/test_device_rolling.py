@@ -219,7 +219,7 @@ def test_protected_keys_join_the_rest_of_a_row(
         blocks = tables[row, : -(-length // block)].long()
         cache[:, blocks] = torch.randn(2, len(blocks), block, kv_heads, size, generator=made)
         keys, values = cache[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(group, 2)
-        if rotary is not None:
+        if rotary is not None and length:
             angles = torch.from_numpy(turn * inverse_frequencies(rotary))
             keys = turned(keys, rotary, angles).float()
         both = dense(query, torch.cat([near_keys, keys]), torch.cat([near_values, values]), cap)
