@@ -47,6 +47,7 @@ lint: env
 bench: env model
 	@$(BIN)/python benchmarks/serving.py $(WHAT)
 ifndef WHAT
+	@$(BIN)/python benchmarks/curves.py
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/transform.py
 	@$(BIN)/python benchmarks/plan_benchmark.py --output benchmarks/results/plan.md
