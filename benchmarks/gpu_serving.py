@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_pipes import pipes
+
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
 RETENTION = {"context_budget": 2048, "protected_prefix": 128, "positions": "absolute"}
@@ -116,14 +118,13 @@ class Engine:
     prefill_s: float = 0.0
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        sent, _ = pipes(self.process)
+        sent.write(json.dumps(command) + "\n")
+        sent.flush()
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = pipes(self.process)[1].readline()
         if not line:
             raise RuntimeError(f"{self.name} ended, see its log")
         answer: dict[str, Any] = json.loads(line)
@@ -135,8 +136,7 @@ class Engine:
         self.build_us.append(statistics.median(answer["build_us"]))
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        pipes(self.process)[0].close()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
@@ -193,10 +193,11 @@ HEADER = """
 |---|---|---|---|---|---|---|---|---|"""
 
 
-def run(name: str, pair: Pair, arguments: argparse.Namespace) -> list[str]:
+def run(name: str, pair: Pair, arguments: argparse.Namespace) -> tuple[list[str], bool]:
+    """The rows that were measured, and whether an engine ended before all were."""
     begin = time.perf_counter()
     engines = [start(pair, side, arguments.config, arguments.logs) for side in pair.sides]
-    rows = []
+    rows, failed = [], False
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.answer, engines))
@@ -207,12 +208,13 @@ def run(name: str, pair: Pair, arguments: argparse.Namespace) -> list[str]:
                 rows.append(row(engine, engines[0], batch, context))
                 print(rows[-1], flush=True)
     except RuntimeError as error:
+        failed = True
         print(f"{name}: {error}", flush=True)
     finally:
         for engine in engines:
             engine.end()
     print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-    return rows
+    return rows, failed
 
 
 def main() -> None:
@@ -224,8 +226,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
-    rows = [line for name in arguments.pairs for line in run(name, known[name], arguments)]
-    print(HEADER, *rows, sep="\n")
+    results = [run(name, known[name], arguments) for name in arguments.pairs]
+    print(HEADER, *(line for rows, _ in results for line in rows), sep="\n")
+    sys.exit(any(failed for _, failed in results))
 
 
 if __name__ == "__main__":

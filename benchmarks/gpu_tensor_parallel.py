@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from engine_pipes import pipes
+
 POLICY = {"context_budget": 192, "protected_prefix": 20, "positions": "absolute"}
 RETENTION = {"mstar": {"retention": POLICY}}
 OWN = {"mstar_context_budget": 64, "mstar_protected_prefix": 4}
@@ -42,17 +44,16 @@ class Engine:
         )
 
     def ask(self, **request: Any) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
+        sent, received = pipes(self.process)
+        sent.write(json.dumps(request) + "\n")
+        sent.flush()
+        for line in received:
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
         raise RuntimeError(f"the engine ended: {self.log.read_text()[-3000:]}")
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        pipes(self.process)[0].close()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:

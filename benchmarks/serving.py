@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from engine_pipes import pipes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -75,7 +77,7 @@ class Engine:
         self.ask({"prompt": 32, "clients": 1, "tokens": 8})
 
     def ask(self, request: dict[str, int]) -> dict[str, float]:
-        sent, received = _pipes(self._process)
+        sent, received = pipes(self._process)
         sent.write(json.dumps(request) + "\n")
         sent.flush()
         for line in received:
@@ -85,14 +87,8 @@ class Engine:
         raise RuntimeError(f"the engine ended with {self._process.wait()}")
 
     def close(self) -> None:
-        _pipes(self._process)[0].close()
+        pipes(self._process)[0].close()
         self._process.wait(60)
-
-
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the engine's process must have pipes")
-    return process.stdin, process.stdout
 
 
 @contextmanager
@@ -190,45 +186,34 @@ def arguments(backend: str, dtype: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def parity(repeats: int, dtype: str) -> None:
-    sides = {name: arguments(name, dtype, max_model_len=2048) for name in ("CPU_ATTN", "mstar")}
-    measures = [
-        Measure(
-            name=f"{clients} client(s), 128 prompt and 128 new tokens",
-            request={"prompt": 128, "clients": clients, "tokens": 128},
-            figures=(THROUGHPUT, LATENCY),
-        )
-        for clients in (1, 16)
-    ]
-    write(
-        "parity",
-        dtype,
-        "Nothing bounded: mstar against CPU_ATTN",
-        "Ratios above 1 are in mstar's favour.",
-        table(measures, compare(sides, measures, repeats)),
-    )
-
-
-def unreached(repeats: int, dtype: str) -> None:
+def beside_stock(
+    name: str, repeats: int, dtype: str, tokens: int, title: str, notes: str, **changes: Any
+) -> None:
+    """Short requests of one and of sixteen clients; `changes` are to mstar's engine."""
     sides = {
         "CPU_ATTN": arguments("CPU_ATTN", dtype, max_model_len=2048),
-        "mstar": arguments("mstar", dtype, max_model_len=2048, additional_config=BOUNDED),
+        "mstar": arguments("mstar", dtype, max_model_len=2048, **changes),
     }
     measures = [
         Measure(
-            name=f"{clients} client(s), 128 prompt and 256 new tokens",
-            request={"prompt": 128, "clients": clients, "tokens": 256},
+            name=f"{clients} client(s), 128 prompt and {tokens} new tokens",
+            request={"prompt": 128, "clients": clients, "tokens": tokens},
             figures=(THROUGHPUT, LATENCY),
         )
         for clients in (1, 16)
     ]
-    write(
-        "unreached",
-        dtype,
-        "A budget that no request reaches: mstar against CPU_ATTN",
-        "B=512, P=4. Ratios above 1 are in mstar's favour.",
-        table(measures, compare(sides, measures, repeats)),
-    )
+    notes = f"{notes}Ratios above 1 are in mstar's favour."
+    write(name, dtype, title, notes, table(measures, compare(sides, measures, repeats)))
+
+
+def parity(repeats: int, dtype: str) -> None:
+    title = "Nothing bounded: mstar against CPU_ATTN"
+    beside_stock("parity", repeats, dtype, 128, title, "")
+
+
+def unreached(repeats: int, dtype: str) -> None:
+    title = "A budget that no request reaches: mstar against CPU_ATTN"
+    beside_stock("unreached", repeats, dtype, 256, title, "B=512, P=4. ", additional_config=BOUNDED)
 
 
 def retention(repeats: int, dtype: str) -> None:

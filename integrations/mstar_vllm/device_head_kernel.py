@@ -139,7 +139,7 @@ def join_parts(
 ):
     """One program a row, head and query, which adds its parts to the rest of the row.
 
-    Shapes as in `add_protected`.
+    `PARTS` is a power of two; shapes as in `add_protected`.
     """
     row = tl.program_id(0)
     token = (tl.load(query_start + row) + tl.program_id(2)).to(tl.int64)
@@ -150,9 +150,9 @@ def join_parts(
     is_held = dim < HEAD_SIZE
     target = output + token * out_token_stride + head * out_head_stride + dim
     rest = tl.load(target, mask=is_held, other=0.0)
-    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    part = tl.arange(0, PARTS)
     place = (part * num_tokens + token) * tl.num_programs(1) + head
-    sums = tl.load(part_sums + place, mask=part < PARTS, other=float("-inf"))
+    sums = tl.load(part_sums + place)
     rest_sum = tl.load(log_sums + head * log_sums_stride + token)
     largest = tl.maximum(tl.max(sums, 0), rest_sum)
     shares = tl.exp(sums - largest)
