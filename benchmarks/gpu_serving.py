@@ -56,19 +56,22 @@ def mstar(kernels: str, retention: dict[str, Any] | None = None) -> dict[str, An
 
 
 def pairs() -> dict[str, Pair]:
-    unbounded = [(1, 1024), (8, 8192), (64, 2048), (256, 768), (1, 32000), (4, 32000)]
+    unbounded = [
+        *((batch, 1024) for batch in (1, 8, 64, 256)),
+        *((1, 8192), (8, 8192), (64, 4096), (1, 32000), (8, 32000)),
+    ]
     made = {}
     for kernels, name in (("flash_attn", "FLASH_ATTN"), ("flashinfer", "FLASHINFER")):
         stock = {"attention_backend": name}
         made[f"{kernels}-unbounded"] = Pair(
             sides={name: stock, "mstar": mstar(kernels)},
             points=unbounded,
-            cache_gib={name: 25, "mstar": 25},
+            cache_gib={name: 40, "mstar": 40},
             max_model_len=36864,
         )
         made[f"{kernels}-bounded"] = Pair(
             sides={name: stock, "mstar B=2048 P=128": mstar(kernels, RETENTION)},
-            points=[(16, 30000)],
+            points=[(16, 16), (16, 30000)],
             cache_gib={name: 62, "mstar B=2048 P=128": 12},
             max_model_len=40960,
         )
@@ -90,8 +93,8 @@ def pairs() -> dict[str, Pair]:
     )
     made["kernels"] = Pair(
         sides={"mstar flash_attn": mstar("flash_attn"), "mstar flashinfer": mstar("flashinfer")},
-        points=unbounded,
-        cache_gib={"mstar flash_attn": 25, "mstar flashinfer": 25},
+        points=[(1, 1024), (64, 4096), (256, 1024), (8, 32000)],
+        cache_gib={"mstar flash_attn": 40, "mstar flashinfer": 40},
         max_model_len=36864,
     )
     made["positions"] = Pair(
@@ -115,7 +118,7 @@ class Engine:
     batch: int | None = None
     step_ms: list[float] = field(default_factory=list)
     build_us: list[float] = field(default_factory=list)
-    prefill_s: float = 0.0
+    prefill_s: list[float] = field(default_factory=list)
 
     def ask(self, **command: Any) -> dict[str, Any]:
         sent, _ = pipes(self.process)
@@ -129,6 +132,12 @@ class Engine:
             raise RuntimeError(f"{self.name} ended, see its log")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def begin(self, batch: int, context: int) -> None:
+        """Prefill in place of what is in flight."""
+        self.ask(do="stop")
+        answer = self.ask(do="start", batch=self.batch or batch, context=context)
+        self.prefill_s.append(answer["prefill_s"])
 
     def turn(self, count: int) -> None:
         answer = self.ask(do="steps", count=count)
@@ -164,32 +173,40 @@ def start(pair: Pair, name: str, config: Path, logs: Path) -> Engine:
     return Engine(name=name, process=process, batch=pair.batches.get(name))
 
 
-def measure(engines: list[Engine], batch: int, context: int, turns: int, count: int) -> None:
+def measure(engines: list[Engine], point: tuple[int, int], arguments: argparse.Namespace) -> None:
     for engine in engines:
-        engine.step_ms, engine.build_us = [], []
-        rows = engine.batch or batch
-        engine.prefill_s = engine.ask(do="start", batch=rows, context=context)["prefill_s"]
-    for _ in range(turns):
-        for engine in engines:
-            engine.turn(count)
+        engine.step_ms, engine.build_us, engine.prefill_s = [], [], []
+    for turn in range(arguments.prefills):
+        for engine in engines[:: -1 if turn % 2 else 1]:
+            engine.begin(*point)
+    for turn in range(arguments.turns):
+        for engine in engines[:: -1 if turn % 2 else 1]:
+            engine.turn(arguments.steps)
     for engine in engines:
         engine.ask(do="stop")
 
 
 def row(engine: Engine, first: Engine, asked: int, context: int) -> str:
-    step = statistics.median(engine.step_ms)
     batch = engine.batch or asked
-    spread = 100 * (max(engine.step_ms) - min(engine.step_ms)) / step
-    ratio = batch / step * statistics.median(first.step_ms) / (first.batch or asked)
+    share = batch / (first.batch or asked)
+    step = statistics.median(engine.step_ms)
     return (
-        f"| {engine.name} | {batch} | {context:,} | {step:.3f} | {spread:.1f} | "
-        f"{1e3 * batch / step:,.0f} | {ratio:.3f} | {statistics.median(engine.build_us):.0f} | "
-        f"{engine.prefill_s:.2f} |"
+        f"| {engine.name} | {batch} | {context:,} | {step:.3f} | {1e3 * batch / step:,.0f} | "
+        f"{speed(first.step_ms, engine.step_ms, share)} | "
+        f"{statistics.median(engine.prefill_s):.3f} | "
+        f"{speed(first.prefill_s, engine.prefill_s, share)} | "
+        f"{statistics.median(engine.build_us):.0f} |"
     )
 
 
+def speed(first: list[float], own: list[float], share: float) -> str:
+    """How much faster than the first side, turn by turn; share: of the work, its to the first's."""
+    ratios = [share * a / b for a, b in zip(first, own, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
 HEADER = """
-| side | batch | context | step ms | spread % | tokens/s | speed | build us | prefill s |
+| side | batch | context | step ms | tokens/s | speed | prefill s | speed | build us |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -203,7 +220,7 @@ def run(name: str, pair: Pair, arguments: argparse.Namespace) -> tuple[list[str]
             list(pool.map(Engine.answer, engines))
         print(f"{name}: ready after {time.perf_counter() - begin:.0f} s", flush=True)
         for batch, context in pair.points:
-            measure(engines, batch, context, arguments.turns, arguments.steps)
+            measure(engines, (batch, context), arguments)
             for engine in engines:
                 rows.append(row(engine, engines[0], batch, context))
                 print(rows[-1], flush=True)
@@ -223,6 +240,7 @@ def main() -> None:
     parser.add_argument("pairs", nargs="+", metavar="PAIR", choices=known, help=", ".join(known))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
+    parser.add_argument("--prefills", type=int, default=2)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()

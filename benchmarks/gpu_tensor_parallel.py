@@ -1,10 +1,11 @@
 """Two cards against one: `gpu_tensor_parallel.py --tokens MODEL... --config FOLDER`.
 
 `--tokens`: greedy answers of mstar over one card and over two, bounded by the server and by
-requests of their own, CUDA graphs on; take models with KV heads that the ranks divide, and with
-ones they replicate. `--config`: a folder with a config.json; decode speed of mstar and FLASH_ATTN
-on dummy weights over two cards, both engines up, taking turns. FlashInfer's all-reduce, which
-vLLM prefers, is left out on all sides: its kernels are compiled for minutes the first time.
+requests of their own, with rolling positions and absolute ones, CUDA graphs on; take models with KV
+heads that the ranks divide (`even_heads.py` makes one), and with ones they replicate. `--config`:
+a folder with a config.json; decode speed of mstar and FLASH_ATTN on dummy weights over two cards,
+both engines up, taking turns. FlashInfer's all-reduce, which vLLM prefers, is left out on all
+sides: its kernels are compiled for minutes the first time.
 """
 
 from __future__ import annotations
@@ -22,10 +23,22 @@ from typing import Any
 
 from engine_pipes import pipes
 
-POLICY = {"context_budget": 192, "protected_prefix": 20, "positions": "absolute"}
+POLICY = {"context_budget": 192, "protected_prefix": 20, "positions": "rolling"}
 RETENTION = {"mstar": {"retention": POLICY}}
-OWN = {"mstar_context_budget": 64, "mstar_protected_prefix": 4}
+OWN: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"mstar_positions": "absolute"},
+    {"mstar_context_budget": 64, "mstar_protected_prefix": 4},
+)
 PLAIN_ALL_REDUCE = {"pass_config": {"fuse_allreduce_rms": False}}
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 96,
+    "temperature": 0,
+    "logprobs": 2,
+    "ignore_eos": True,
+    "detokenize": False,
+}
+MODELS_AT_ONCE = 2
 POINTS = ((1, 1024), (16, 1024), (64, 1024))
 
 
@@ -77,6 +90,7 @@ def compare_tokens(model: str) -> str:
         "max_model_len": 2048,
         "max_num_batched_tokens": 128,
         "dtype": "float16",
+        "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 2**30,
         "gpu_memory_utilization": 0.15,
         "cudagraph_capture_sizes": [1, 2, 4, 8],
@@ -156,13 +170,8 @@ class Side:
         from vllm import SamplingParams
 
         asked = [
-            (
-                prompt,
-                SamplingParams(
-                    max_tokens=96, temperature=0, logprobs=2, ignore_eos=True, extra_args=own
-                ),
-            )
-            for own in (None, OWN)
+            (prompt, SamplingParams(**SAMPLING, extra_args=own))
+            for own in OWN
             for prompt in prompts()
         ]
         outputs = self.llm.generate(
@@ -227,8 +236,9 @@ def main() -> None:
     if options.tokens:
         print("| model | leading tokens as on one card | log-probabilities apart | parted at |")
         print("|---|---|---|---|")
-        for model in options.tokens:
-            print(compare_tokens(model), flush=True)
+        with ThreadPoolExecutor(MODELS_AT_ONCE) as pool:
+            for line in pool.map(compare_tokens, options.tokens):
+                print(line, flush=True)
     if options.config:
         print("| batch | context | FLASH_ATTN ms | mstar ms | speed | range |")
         print("|---|---|---|---|---|---|")

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.cuda_start import start_layer
 from mstar_vllm.device_head import Attended, ProtectedAttention
 from mstar_vllm.device_rows import HeadRows
@@ -68,6 +69,10 @@ class MStarFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             # Both would put the runner's own tables and lengths back.
             self.supports_update_block_table = False
             self.supports_draft_decode_metadata_update = False
+        if isinstance(kv_cache_spec, RetentionSpec) and kv_cache_spec.turned_blocks():
+            layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+            for name in layer_names:
+                layers[name].impl.warm_up(kv_cache_spec, device)
 
     @classmethod
     def get_cudagraph_support(
@@ -119,6 +124,14 @@ class MStarFlashAttentionImpl(FlashAttentionImpl):
         self._protected = ProtectedAttention(
             rotary, device, self.scale, self.logits_soft_cap, processors
         )
+
+    def warm_up(self, spec: RetentionSpec, device: torch.device) -> None:
+        """Compile what rows that see their protected pages apart will launch."""
+        if self._protected is None:
+            raise RuntimeError("a layer must be told to roll before it is warmed up")
+        shape = (1, spec.block_size, self.num_kv_heads, 2 * self.head_size)
+        cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+        self._protected.warm_up(cache, self.num_heads, spec.turned_blocks(), spec.page_tokens)
 
     def forward(
         self,

@@ -82,6 +82,10 @@ class RetentionSpec(AttentionSpec):
             return 0
         return protected_pages(policy.protected_prefix, self.page_tokens)
 
+    def turned_blocks(self) -> int:
+        """Blocks of the pages that the server's requests see at a distance that stays."""
+        return self.turned_pages(self.policy) * self.page_tokens // self.block_size
+
     def admission_cap(self) -> int | None:
         """Most blocks any request of this server holds: a page more than the server's own policy.
 

@@ -16,10 +16,10 @@ import triton
 
 from mstar_plugin.rotary import inverse_frequencies
 from mstar_vllm.device_head_kernel import add_protected, join_parts
+from mstar_vllm.device_rows import HeadRows
 
 if TYPE_CHECKING:
     from mstar_plugin.model_kv import Rotary
-    from mstar_vllm.device_rows import HeadRows
 
 MOST_QUERIES_AT_ONCE = 64
 MOST_KEYS_AT_ONCE = 128
@@ -113,6 +113,7 @@ class ProtectedAttention:
             log_sums.stride(0),
             parts,
             part_sums,
+            num_parts,
             part_len,
             num_tokens,
             self._scale,
@@ -126,7 +127,7 @@ class ProtectedAttention:
             HAS_CAP=self._soft_cap > 0,
             QUERIES=at_once,
             KEYS=keys_at_once(most_keys, at_once),
-            PARTS=num_parts,
+            HAS_PARTS=num_parts > 1,
         )
         if num_parts == 1:
             return
@@ -145,6 +146,32 @@ class ProtectedAttention:
             DIMS=dims,
             PARTS=num_parts,
         )
+
+    def warm_up(
+        self, cache: torch.Tensor, num_heads: int, head_blocks: int, page_tokens: int
+    ) -> None:
+        """Compile all that `add` will launch, before a request waits for it.
+
+        cache: `[blocks, block tokens, KV heads, 2 x head size]`, keys and values side by side;
+        head_blocks: columns of the tables of protected pages; page_tokens: the most queries of a
+        row that turns.
+        """
+        head_size = cache.shape[3] // 2
+        queries = cache.new_zeros(1, num_heads, head_size)
+        log_sums = cache.new_zeros(num_heads, 1, dtype=torch.float32)
+        for most_queries in (*doubled_until(page_tokens), page_tokens):
+            for rows in doubled_until(self._most_programs + 1):
+                empty = cache.new_zeros(rows + 1, dtype=torch.int32)
+                tables = cache.new_zeros(rows, head_blocks, dtype=torch.int32)
+                self.add(
+                    Attended(output=torch.zeros_like(queries), log_sums=log_sums),
+                    queries,
+                    cache[..., :head_size],
+                    cache[..., head_size:],
+                    empty,
+                    HeadRows(tables=tables, seq_lens=empty[1:], turns=empty[:rows]),
+                    most_queries,
+                )
 
     def _parts(self, count: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the parts `[N, T, heads, head size]` and their log-sum-exps `[N, T, heads]`."""
@@ -185,3 +212,8 @@ def keys_at_once(most_keys: int, queries: int) -> int:
 
 def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
+
+
+def doubled_until(end: int) -> list[int]:
+    """Example: 16 -> [1, 2, 4, 8]."""
+    return [1 << power for power in range((end - 1).bit_length())]

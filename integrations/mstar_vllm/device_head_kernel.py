@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["part_len", "num_tokens"])
+@triton.jit(do_not_specialize=["log_sums_stride", "num_parts", "part_len", "num_tokens"])
 def add_protected(
     queries,
     token_stride,
@@ -35,6 +35,7 @@ def add_protected(
     log_sums_stride,
     parts,
     part_sums,
+    num_parts,
     part_len,
     num_tokens,
     scale,
@@ -48,10 +49,10 @@ def add_protected(
     HAS_CAP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
 ):
     """One program a row, KV head, tile of `QUERIES` query heads and part of the protected pages;
-    rows that turn by 0 are left out. Several parts are for `join_parts` to merge.
+    rows that turn by 0 are left out. Several parts (`HAS_PARTS`) are for `join_parts` to merge.
 
     queries, output: `[T, heads, HEAD_SIZE]`; keys, values: `[blocks, BLOCK_TOKENS, KV heads,
     HEAD_SIZE]`; tables: `[V, H]`, head_lens and turns: `[V]`, query_start: `[V + 1]`, int32.
@@ -62,7 +63,7 @@ def add_protected(
     row = tl.program_id(0)
     turn = tl.load(turns + row)
     end = tl.load(query_start + row + 1)
-    tile, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
+    tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
     first = tl.load(query_start + row) + tile * (QUERIES // GROUP)
     if (turn == 0) | (first >= end):
         return
@@ -83,7 +84,7 @@ def add_protected(
     table = tables + row.to(tl.int64) * table_stride
     head_len = tl.load(head_lens + row)
     begin_part = part * part_len
-    if PARTS > 1:
+    if HAS_PARTS:
         head_len = tl.minimum(head_len, begin_part + part_len)
     for begin in range(begin_part, head_len, KEYS):
         slot = begin + tl.arange(0, KEYS)
@@ -107,7 +108,7 @@ def add_protected(
     total = tl.maximum(total, 1e-30)
     own_sum = highest + tl.log(total)
     own = attended / total[:, None]
-    if PARTS > 1:
+    if HAS_PARTS:
         place = (part * num_tokens + token) * (GROUP * tl.num_programs(1)) + head
         tl.store(part_sums + place, own_sum, mask=is_query)
         tl.store(parts + place[:, None] * HEAD_SIZE + dim[None, :], own, mask=is_held)
@@ -121,7 +122,7 @@ def add_protected(
         tl.store(target, merged.to(rest.dtype), mask=is_held)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["log_sums_stride", "num_tokens"])
 def join_parts(
     parts,
     part_sums,

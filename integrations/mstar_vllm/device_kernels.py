@@ -14,26 +14,32 @@ import triton.language as tl
 COLUMNS_AT_ONCE = 256
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots", "last_column"])
+@triton.jit(
+    do_not_specialize=[
+        "limits_stride",
+        "plan_stride",
+        "numbers_stride",
+        "num_rows",
+        "num_slots",
+        "last_column",
+    ]
+)
 def compact_rows(
     tables,
     tables_stride,
     seq_lens,
     query_start,
-    dense,
-    head_pages,
-    turned_pages,
+    limits,
+    limits_stride,
     slots,
-    row_request,
-    row_offset,
+    plan,
+    plan_stride,
     out_tables,
     out_stride,
-    out_seq_lens,
-    out_query_start,
+    out_numbers,
+    numbers_stride,
     out_head_tables,
     out_head_stride,
-    out_head_lens,
-    out_turns,
     num_rows,
     num_slots,
     last_column,
@@ -47,50 +53,59 @@ def compact_rows(
 ):
     """One program a row: its length, its first token and its table without the released pages.
 
-    tables: `[R, W]`; seq_lens: `[R]`; query_start: `[R + 1]`; all int32. dense, head_pages,
-    turned_pages: int32, one entry for all requests, one a request (`PER_ROW`), or one a runner slot
-    (`BY_SLOT`), found through slots, `[num_slots]` int64; requests behind those are padding. Where
-    `TURNS`, a row that does not see every page has its turned_pages in a table and a length of
-    their own, and the tokens to turn its queries back by. Where `SPLIT`,
-    row_request and row_offset, `[V]` int32, name a row's request and its number among that
-    request's rows, and a row past the request's last comes out empty; else a row is a request of at
-    most one token.
+    tables: `[R, W]`; seq_lens: `[R]`; query_start: `[R + 1]`; all int32. limits: `[3, N]` int32,
+    dense tokens, head pages and turned pages, one entry for all requests, one a request
+    (`PER_ROW`), or one a runner slot (`BY_SLOT`), found through slots, `[num_slots]` int64;
+    requests behind those are padding. plan: where `SPLIT`, `[2, V]` int32, a row's request and its
+    number among that request's rows, of which one past the request's last comes out empty; else a
+    row is a request of at most one token. out_numbers: `[4, V + 1]` int32, see `RowBuffers`. Where
+    `TURNS`, a row that does not see every page has its turned pages in a table and a length of
+    their own, and the tokens to turn its queries back by.
     """
     row = tl.program_id(0)
     request = row
     if SPLIT:
-        request = tl.load(row_request + row)
+        request = tl.load(plan + row)
     entry = tl.zeros((), tl.int64)
     if PER_ROW:
         entry += request
     if BY_SLOT:
         entry = tl.maximum(0, tl.load(slots + request, mask=request < num_slots, other=0))
-    limit = tl.load(dense + entry)
+    limit = tl.load(limits + entry)
     stored = tl.load(seq_lens + request)
     released = _released(stored - 1, limit, PAGE_TOKENS)
     end = stored
     if SPLIT:
         released, begin, end = _part(
-            query_start, request, stored, tl.load(row_offset + row), limit, released, PAGE_TOKENS
+            query_start,
+            request,
+            stored,
+            tl.load(plan + plan_stride + row),
+            limit,
+            released,
+            PAGE_TOKENS,
         )
+        out_query_start = out_numbers + numbers_stride
         tl.store(out_query_start + row, begin)
         if row == num_rows - 1:
             tl.store(out_query_start + num_rows, tl.load(query_start + request + 1))
     visible = end - released * PAGE_TOKENS
-    head = tl.load(head_pages + entry)
+    head = tl.load(limits + limits_stride + entry)
     gap = released
     source = tables + request.to(tl.int64) * tables_stride
     if TURNS:
-        apart = tl.where((released > 0) & (visible > 0), tl.load(turned_pages + entry), 0)
-        tl.store(out_head_lens + row, apart * PAGE_TOKENS)
-        tl.store(out_turns + row, tl.where(apart > 0, released * PAGE_TOKENS, 0))
+        apart = tl.load(limits + 2 * limits_stride + entry)
+        apart = tl.where((released > 0) & (visible > 0), apart, 0)
+        tl.store(out_numbers + 2 * numbers_stride + row, apart * PAGE_TOKENS)
+        turn = tl.where(apart > 0, released * PAGE_TOKENS, 0)
+        tl.store(out_numbers + 3 * numbers_stride + row, turn)
         width = apart * (PAGE_TOKENS // BLOCK_TOKENS)
         target = out_head_tables + row.to(tl.int64) * out_head_stride
         _copy_columns(source, target, width, width, 0, last_column, COLUMNS)
         visible -= apart * PAGE_TOKENS
         head = tl.where(apart > 0, 0, head)
         gap += apart
-    tl.store(out_seq_lens + row, visible)
+    tl.store(out_numbers + row, visible)
     _copy_columns(
         source,
         out_tables + row.to(tl.int64) * out_stride,

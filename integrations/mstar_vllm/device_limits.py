@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,34 +13,105 @@ from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.kv.host_index import PinnedIndexRing
 from mstar_vllm import rows, rows_v2
 from mstar_vllm.cache_specs import RetentionSpec
+from mstar_vllm.device_kernels import COLUMNS_AT_ONCE, compact_rows
+from mstar_vllm.device_rows import STAGED_STEPS, BatchTensors, Pages, RowBuffers
 from mstar_vllm.retention import BatchLimits
-from mstar_vllm.visibility import RowLimits
+from mstar_vllm.visibility import IntArray, RowLimits, Rows, split_rows
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 MOST_TOKENS = 2**31 - 1
-# More steps than an engine keeps in flight, so that no copy is waited for.
-STAGED_STEPS = 4
 LIMIT_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """The same limits twice.
+    """The limits of one batch twice: the rule of its rows.
 
-    host: for planning. dense, head_pages, turned_pages: int32 on device, one entry for all
-    requests, or, where `per_row`, one a request, or, where slots is given, one a runner slot.
-    turned_pages: the head pages where a request's positions roll, else 0; within the server's, for
-    which tables are made. slots: `[requests]` int64 on device.
+    host: for planning. columns: `[3, N]` int32 on device, dense tokens, head pages and turned
+    pages, one entry for all requests, or, where `per_row`, one a request, or, where slots is given,
+    one a runner slot. Turned pages are the head pages where a request's positions roll, else 0;
+    within the server's, for which tables are made. slots: `[requests]` int64 on device.
     """
 
     host: RowLimits
-    dense: torch.Tensor
-    head_pages: torch.Tensor
-    turned_pages: torch.Tensor
+    columns: torch.Tensor
     per_row: bool = False
     slots: torch.Tensor | None = None
+
+    def sees_all(self, stored: IntArray) -> bool:
+        """Whether nothing is released of requests with so many `stored` tokens."""
+        return not np.any(stored > self.host.dense + self.host.page_tokens)
+
+    def split(self, query_lens: IntArray, stored: IntArray) -> Rows:
+        return split_rows(query_lens, stored, self.host)
+
+    def possible(self, query_lens: IntArray, stored: IntArray) -> IntArray:
+        """The request of each row that a batch can need, `stored` being upper bounds.
+
+        Example: page 16, chunks of 17 and 1 tokens, much released -> [0, 0, 1].
+        """
+        page = self.host.page_tokens
+        crossings = -(-np.maximum(query_lens - 1, 0) // page)
+        most = np.maximum(0, (stored - 1 - self.host.dense) // page)
+        return np.repeat(np.arange(len(stored)), 1 + np.minimum(crossings, most))
+
+    def visible(self, stored: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Tokens that the last of `stored` tokens sees, itself included; 0 of 0.
+
+        Example: page 8, dense 31: 39 of 39, 33 of 41.
+        """
+        dense = np.minimum(self.host.dense, MOST_TOKENS - 1).astype(np.int32)
+        released = (stored - (dense + 1)) // self.host.page_tokens
+        np.maximum(released, 0, out=released)
+        visible: npt.NDArray[np.int32] = stored - released * self.host.page_tokens
+        return visible
+
+    def longest(self, most_stored: int, stored: npt.NDArray[np.int32] | None) -> int:
+        """Most tokens a row can see; stored: upper bounds, None where only the largest is known."""
+        most = self.host.dense + self.host.page_tokens
+        if np.ndim(most) == 0:
+            return min(most_stored, int(most))
+        return most_stored if stored is None else max(1, int(np.minimum(stored, most).max()))
+
+    def fill(
+        self,
+        out: RowBuffers,
+        batch: BatchTensors,
+        pages: Pages,
+        num_rows: int,
+        plan: torch.Tensor | None,
+    ) -> None:
+        """Launch the kernel: rows are the batch's requests where `plan` is None."""
+        tables, slots, unused = batch.block_table_tensor, self.slots, batch.seq_lens
+        compact_rows[(num_rows,)](
+            tables,
+            tables.stride(0),
+            batch.seq_lens,
+            batch.query_start_loc,
+            self.columns,
+            self.columns.stride(0),
+            unused if slots is None else slots,
+            unused if plan is None else plan,
+            0 if plan is None else plan.stride(0),
+            out.tables,
+            out.tables.stride(0),
+            out.numbers,
+            out.numbers.stride(0),
+            out.head.tables,
+            out.head.tables.stride(0),
+            num_rows,
+            0 if slots is None else slots.shape[0],
+            tables.shape[1] - 1,
+            PAGE_TOKENS=pages.page_tokens,
+            BLOCK_TOKENS=pages.block_tokens,
+            PER_ROW=self.per_row,
+            BY_SLOT=slots is not None,
+            SPLIT=plan is not None,
+            TURNS=out.head_width > 0,
+            COLUMNS=COLUMNS_AT_ONCE,
+        )
 
 
 class DeviceBatchLimits:
@@ -54,8 +125,8 @@ class DeviceBatchLimits:
         self._slots: SlotLimits | None = None
         self._rows: torch.Tensor | None = None
         self._page_tokens = spec.page_tokens if isinstance(spec, RetentionSpec) else 0
-        self.server = spec.policy if isinstance(spec, RetentionSpec) else None
-        self.of_server = self._shared(self.server)
+        self._server = spec.policy if isinstance(spec, RetentionSpec) else None
+        self.always = self._shared(self._server)
 
     def current(self, num_requests: int) -> DeviceLimits | None:
         """Limits of the batch being built, which has `num_requests` requests, padding included."""
@@ -65,31 +136,33 @@ class DeviceBatchLimits:
         if by_slot is not None:
             return self._by_slot(by_slot, num_requests)
         if rows.published() is None:
-            return self.of_server
+            return self.always
         host = self._on_host.current(num_requests)
         assert host is not None
-        return self._of(host, self._copied(host), per_row=True)
+        return DeviceLimits(host, self._copied(host), per_row=True)
+
+    def most_visible(self) -> int | None:
+        """Most tokens a row can see under the server's policy, or a request's tighter one, whose
+        prefix may end a page later; None without one.
+        """
+        if self.always is None:
+            return None
+        return self.always.host.reach() + self._page_tokens
 
     def _shared(self, policy: RetentionPolicy | None) -> DeviceLimits | None:
         if policy is None:
             return None
         host = RowLimits.of_policy(policy, self._page_tokens)
-        return self._of(host, torch.from_numpy(columns_of(host)).to(self._device))
+        return DeviceLimits(host, torch.from_numpy(columns_of(host)).to(self._device))
 
     def _by_slot(self, batch: rows_v2.BatchPolicies, num_requests: int) -> DeviceLimits:
         if self._slots is None or self._slots.policies is not batch.policies:
-            self._slots = SlotLimits(batch.policies, self.server, self._page_tokens, self._device)
+            self._slots = SlotLimits(batch.policies, self._server, self._page_tokens, self._device)
         limits = self._slots
         limits.refresh()
         slots = np.zeros(num_requests, dtype=np.int64)
         np.maximum(batch.slots_on_host, 0, out=slots[: len(batch.slots_on_host)])
-        return self._of(limits.of_slots(slots), limits.on_device, slots=batch.slots)
-
-    @staticmethod
-    def _of(host: RowLimits, columns: torch.Tensor, **where: Any) -> DeviceLimits:
-        """columns: as of `columns_of`, on device."""
-        dense, head, turned = columns.unbind()
-        return DeviceLimits(host=host, dense=dense, head_pages=head, turned_pages=turned, **where)
+        return DeviceLimits(limits.of_slots(slots), limits.on_device, slots=batch.slots)
 
     def _copied(self, host: RowLimits) -> torch.Tensor:
         if self._ring is None or self._rows is None:

@@ -1,4 +1,4 @@
-"""Buffers that hold a batch's rows on device, and the launch that fills them."""
+"""Buffers that hold a batch's rows on device, and plans of which request a row belongs to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import numpy as np
 import torch
 
 from mstar_plugin.kv.host_index import PinnedIndexRing
-from mstar_vllm.device_kernels import COLUMNS_AT_ONCE, compact_rows
-from mstar_vllm.device_limits import STAGED_STEPS, DeviceLimits
 from mstar_vllm.visibility import IntArray
+
+# More steps than an engine keeps in flight, so that no copy is waited for.
+STAGED_STEPS = 4
+# Numbers of a row: its length, its first token, the length seen apart, the turn.
+NUMBERS = 4
+ALIGNED = 16
 
 
 class BatchTensors(Protocol):
@@ -61,8 +65,9 @@ class RowBuffers:
     """Tables `[V, W]`, lengths `[V]` and boundaries `[V + 1]` of rows, int32 on device, and what
     they see apart: `head_width` columns, 0 where all is seen together.
 
-    Where `is_fixed` their addresses never change, and a batch that does not fit is a RuntimeError;
-    else they grow.
+    numbers: `[4, more than V]`, what `seq_lens`, `query_start`, `head.seq_lens` and `head.turns`
+    are rows of. Where `is_fixed` their addresses never change, and a batch that does not fit is a
+    RuntimeError; else they grow.
     """
 
     def __init__(
@@ -111,13 +116,10 @@ class RowBuffers:
     def _allocate(self, num_rows: int, width: int) -> None:
         self._views: dict[int, RowViews] = {}
         self.tables = self._zeros(num_rows, width)
-        self.seq_lens = self._zeros(num_rows)
-        self.query_start = self._zeros(num_rows + 1)
-        self.head = HeadRows(
-            tables=self._zeros(num_rows, self.head_width),
-            seq_lens=self._zeros(num_rows),
-            turns=self._zeros(num_rows),
-        )
+        self.numbers = self._zeros(NUMBERS, (num_rows // ALIGNED + 1) * ALIGNED)
+        self.seq_lens, self.query_start, head_lens, turns = self.numbers
+        head_tables = self._zeros(num_rows, self.head_width)
+        self.head = HeadRows(tables=head_tables, seq_lens=head_lens, turns=turns)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=self._device)
@@ -153,45 +155,3 @@ def offsets_of(request: IntArray) -> IntArray:
     begins = np.append(True, request[1:] != request[:-1])
     offsets: IntArray = rows - np.maximum.accumulate(np.where(begins, rows, 0))
     return offsets
-
-
-def fill_rows(
-    out: RowBuffers,
-    batch: BatchTensors,
-    limits: DeviceLimits,
-    pages: Pages,
-    num_rows: int,
-    plan: torch.Tensor | None,
-) -> None:
-    """Launch the kernel: rows are the batch's requests where `plan` is None."""
-    tables, unused, slots = batch.block_table_tensor, batch.seq_lens, limits.slots
-    compact_rows[(num_rows,)](
-        tables,
-        tables.stride(0),
-        batch.seq_lens,
-        batch.query_start_loc,
-        limits.dense,
-        limits.head_pages,
-        limits.turned_pages,
-        unused if slots is None else slots,
-        unused if plan is None else plan[0],
-        unused if plan is None else plan[1],
-        out.tables,
-        out.tables.stride(0),
-        out.seq_lens,
-        out.query_start,
-        out.head.tables,
-        out.head.tables.stride(0),
-        out.head.seq_lens,
-        out.head.turns,
-        num_rows,
-        0 if slots is None else slots.shape[0],
-        tables.shape[1] - 1,
-        PAGE_TOKENS=pages.page_tokens,
-        BLOCK_TOKENS=pages.block_tokens,
-        PER_ROW=limits.per_row,
-        BY_SLOT=slots is not None,
-        SPLIT=plan is not None,
-        TURNS=out.head_width > 0,
-        COLUMNS=COLUMNS_AT_ONCE,
-    )

@@ -125,13 +125,6 @@ def _check_chunk(vllm_config: VllmConfig, plan: RingPlan) -> None:
 
 
 def _check_server(vllm_config: VllmConfig) -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        raise ValueError(
-            f"mstar keeps ring caches on CPU only, got {current_platform.device_name}; leave out "
-            "the ring"
-        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ValueError(
             "mstar keeps ring caches with the hybrid KV cache manager, got "

@@ -30,6 +30,12 @@ class RingView:
     buckets: int
     frame_tokens: int
 
+    @classmethod
+    def of_spec(cls, spec: RingSpec) -> RingView:
+        return cls(
+            dilation=spec.pinned_dilation, buckets=spec.ring_buckets, frame_tokens=spec.frame_tokens
+        )
+
     def reach(self) -> int:
         """The longest sequence that sees everything: of the first lap, or, where frames between
         the kept ones are lost, of two frames.
@@ -52,11 +58,7 @@ class FrameRows(Rows):
 
 def ring_view(spec: KVCacheSpec) -> RingView | None:
     """The view of a ring group's batches, None for a group of another kind."""
-    if not isinstance(spec, RingSpec):
-        return None
-    return RingView(
-        dilation=spec.pinned_dilation, buckets=spec.ring_buckets, frame_tokens=spec.frame_tokens
-    )
+    return RingView.of_spec(spec) if isinstance(spec, RingSpec) else None
 
 
 def split_frames(query_lens: IntArray, seq_lens: IntArray, view: RingView) -> FrameRows:

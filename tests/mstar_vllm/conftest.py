@@ -101,6 +101,30 @@ def masked_logprobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle
 
 
 @pytest.fixture(scope="session")
+def frame_model(script: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the tiny frame decoder."""
+    folder = tmp_path_factory.mktemp("frames") / "frame-decoder"
+    return str(script("frame_model").build(folder))
+
+
+@pytest.fixture(scope="session")
+def masked_frames(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Any]], list[Any]]:
+    """Runs masked_frames.py."""
+
+    def run(jobs: list[Job]) -> list[Any]:
+        folder = tmp_path_factory.mktemp("oracle")
+        asked, answered = folder / "jobs.json", folder / "results.json"
+        asked.write_text(json.dumps(jobs))
+        command = [sys.executable, str(HERE / "masked_frames.py"), str(asked), str(answered)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        assert answered.exists(), done.stdout[-4000:] + done.stderr[-4000:]
+        results: list[Any] = json.loads(answered.read_text())
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def vllm_command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `vllm ARGUMENTS` to its end; what it printed is in `stdout`."""
 

@@ -18,7 +18,7 @@ from rotation import turned
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import Rotary
 from mstar_plugin.rotary import inverse_frequencies
-from mstar_vllm import rows
+from mstar_vllm import device_head, device_head_kernel, rows
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.device_head import Attended, ProtectedAttention
 from mstar_vllm.device_limits import DeviceBatchLimits
@@ -64,7 +64,7 @@ def visibility(pages: Pages, drafts: int = 0) -> DeviceVisibility:
         max_model_len=MAX_LEN,
         drafts=drafts,
         plans_on_host=False,
-        most_turned_pages=spec.turned_pages(SERVER),
+        turned_blocks=spec.turned_blocks(),
     )
     return DeviceVisibility(shape, DeviceBatchLimits(spec, MAX_REQUESTS, DEVICE), DEVICE)
 
@@ -245,3 +245,56 @@ def test_protected_keys_join_the_rest_of_a_row(
     result = attended.output.float().cpu()
     assert torch.allclose(result, torch.cat(expected), atol=TOLERANCE)
     assert not torch.allclose(result, torch.cat(outputs), atol=0.1)
+
+
+class Recorder:
+    """Launches a kernel and keeps what each launch was compiled for."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.compiled_for: set[tuple[Any, ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.compiled_for.add(tuple(sorted(constants.items())))
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize(("group", "pages"), [(1, 3), (4, 60), (7, 200)])
+def test_no_batch_launches_what_the_start_did_not_compile(
+    group: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = {}
+    for name in ("add_protected", "join_parts"):
+        recorders[name] = Recorder(getattr(device_head, name))
+        monkeypatch.setattr(device_head, name, recorders[name])
+    page, heads, size = 16, 2 * group, 64
+    cache = torch.zeros(4, page, 2, 2 * size, dtype=DTYPE, device=DEVICE)
+    keys, values = cache[..., :size], cache[..., size:]
+    protected = ProtectedAttention(None, DEVICE, SCALE, 0.0, 20)
+    protected.warm_up(cache, heads, pages, page)
+    seen = {name: set(recorder.compiled_for) for name, recorder in recorders.items()}
+    compiled = compiled_variants()
+    dice = np.random.default_rng(1)
+    for _ in range(60):
+        rows, most = int(dice.integers(1, 100)), int(dice.integers(1, page + 1))
+        tokens = int(dice.integers(1, 2 * rows * most))
+        empty = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
+        queries = torch.zeros(tokens, heads, size, dtype=DTYPE, device=DEVICE)
+        log_sums = torch.zeros(heads, tokens, device=DEVICE)
+        tables = torch.zeros(rows, pages, dtype=torch.int32, device=DEVICE)
+        head = HeadRows(tables=tables, seq_lens=empty[:rows], turns=empty[:rows])
+        attended = Attended(output=queries, log_sums=log_sums)
+        protected.add(attended, queries, keys, values, empty, head, most)
+    assert {name: recorder.compiled_for for name, recorder in recorders.items()} == seen
+    assert compiled_variants() == compiled
+
+
+def compiled_variants() -> list[int]:
+    """How many forms of each kernel the card has; nothing in the interpreter."""
+    if not RUNS_KERNELS:
+        return []
+    kernels: Any = (device_head_kernel.add_protected, device_head_kernel.join_parts)
+    return [len(forms[0]) for kernel in kernels for forms in kernel.device_caches.values()]

@@ -18,13 +18,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_vllm import rows, rows_v2
 from mstar_vllm.cache_specs import RetentionSpec
-from mstar_vllm.device_limits import DeviceBatchLimits
+from mstar_vllm.device_limits import DeviceBatchLimits, DeviceLimits
 from mstar_vllm.device_rows import Pages, offsets_of
 from mstar_vllm.device_visibility import (
     BatchShape,
     DeviceVisibility,
-    possible_rows,
-    visible_tokens,
 )
 from mstar_vllm.visibility import (
     RowLimits,
@@ -266,9 +264,14 @@ def test_rows_of_a_servers_policy_never_move(drafts: int) -> None:
     assert len(addresses) == 1
 
 
+def rule(dense: int, page: int) -> DeviceLimits:
+    host = RowLimits(dense=dense, head_pages=1, page_tokens=page)
+    return DeviceLimits(host, columns=torch.zeros(3, 1, dtype=torch.int32))
+
+
 def test_a_token_sees_what_the_worked_example_says() -> None:
-    limits = RowLimits(dense=31, head_pages=1, page_tokens=8)
-    assert visible_tokens(np.array([0, 39, 41], dtype=np.int32), limits).tolist() == [0, 39, 33]
+    stored = np.array([0, 39, 41], dtype=np.int32)
+    assert rule(dense=31, page=8).visible(stored).tolist() == [0, 39, 33]
 
 
 def test_rows_are_numbered_within_their_request() -> None:
@@ -276,6 +279,5 @@ def test_rows_are_numbered_within_their_request() -> None:
 
 
 def test_possible_rows_are_enough_for_every_alignment() -> None:
-    limits = RowLimits(dense=10, head_pages=1, page_tokens=16)
     query, stored = np.array([17, 1]), np.array([1000, 1000])
-    assert possible_rows(query, stored, limits).tolist() == [0, 0, 1]
+    assert rule(dense=10, page=16).possible(query, stored).tolist() == [0, 0, 1]

@@ -17,10 +17,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the card runs them")
-@pytest.mark.parametrize("name", ["test_device_rolling.py", "test_device_visibility.py"])
+@pytest.mark.parametrize("name", ["rings", "rolling", "visibility"])
 def test_kernels_do_on_the_host_what_a_card_must(name: str) -> None:
+    path = str(HERE / f"test_device_{name}.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / name)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,

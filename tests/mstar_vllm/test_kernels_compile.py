@@ -1,4 +1,4 @@
-"""The kernels for protected pages compile for cards that are not here, within their memory."""
+"""The kernels compile for cards that are not here, within their memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from mstar_vllm.device_head import keys_at_once, power_of_two, queries_at_once  # noqa: E402
 from mstar_vllm.device_head_kernel import add_protected, join_parts  # noqa: E402
+from mstar_vllm.device_kernels import COLUMNS_AT_ONCE, compact_rows  # noqa: E402
+from mstar_vllm.device_ring_kernel import frame_rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -24,6 +26,9 @@ SHARED_BYTES = 99 * 1024
 POINTERS = {
     **dict.fromkeys(("queries", "keys", "values", "output"), "*bf16"),
     **dict.fromkeys(("tables", "head_lens", "turns", "query_start"), "*i32"),
+    **dict.fromkeys(("seq_lens", "limits", "plan", "out_tables", "out_numbers"), "*i32"),
+    **dict.fromkeys(("out_head_tables",), "*i32"),
+    "slots": "*i64",
     **dict.fromkeys(("log_sums", "parts", "part_sums"), "*fp32"),
     "revolutions": "*fp64",
     "scale": "fp32",
@@ -47,7 +52,7 @@ def test_a_block_fits_into_a_small_cards_shared_memory(
     capability: int, head_size: int, most_queries: int, parts: int
 ) -> None:
     queries = queries_at_once(most_queries, 4)
-    constants = {"HEAD_SIZE": head_size, "DIMS": power_of_two(head_size), "PARTS": parts}
+    sizes = {"HEAD_SIZE": head_size, "DIMS": power_of_two(head_size)}
     used = shared_bytes(
         add_protected,
         capability,
@@ -58,8 +63,19 @@ def test_a_block_fits_into_a_small_cards_shared_memory(
         HAS_CAP=True,
         QUERIES=queries,
         KEYS=keys_at_once(4096, queries),
-        **constants,
+        HAS_PARTS=parts > 1,
+        **sizes,
     )
     assert 0 < used <= SHARED_BYTES
     if parts > 1:
-        assert shared_bytes(join_parts, capability, **constants) <= SHARED_BYTES
+        assert shared_bytes(join_parts, capability, PARTS=parts, **sizes) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_transforms_compile(capability: int, split: bool) -> None:
+    tokens = {"BLOCK_TOKENS": 16, "SPLIT": split, "COLUMNS": COLUMNS_AT_ONCE}
+    frames = {"DILATION": 4, "BUCKETS": 4, "FRAME_TOKENS": 64}
+    assert shared_bytes(frame_rows, capability, **tokens, **frames) <= SHARED_BYTES
+    pages = {"PAGE_TOKENS": 64, "PER_ROW": False, "BY_SLOT": split, "TURNS": True}
+    assert shared_bytes(compact_rows, capability, **tokens, **pages) <= SHARED_BYTES

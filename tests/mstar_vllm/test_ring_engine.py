@@ -2,72 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from frame_jobs import FAR, FRAME, HORIZON, LAYERS, NEAR, oracle_job, request
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-HERE = Path(__file__).resolve().parent
 TIE = 2e-4
-FRAME = 16
-NEAR, FAR = [4, 1], [4, 4]
-LAYERS = [NEAR, FAR, NEAR, NEAR]
-HORIZON = 4 * 4 * FRAME
 # Pages a session claims for chunks of 64 tokens: 8 in each of three layers, 5 + 4 in the far one.
 SESSION_PAGES = 3 * 8 + 5 + 4
-
-
-@pytest.fixture(scope="module")
-def frame_model(script: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("frames") / "frame-decoder"
-    return str(script("frame_model").build(folder))
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Any]], list[Any]]:
-    """Runs masked_frames.py."""
-
-    def run(jobs: list[Any]) -> list[Any]:
-        folder = tmp_path_factory.mktemp("oracle")
-        asked, answered = folder / "jobs.json", folder / "results.json"
-        asked.write_text(json.dumps(jobs))
-        command = [sys.executable, str(HERE / "masked_frames.py"), str(asked), str(answered)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-        assert answered.exists(), done.stdout[-4000:] + done.stderr[-4000:]
-        results: list[Any] = json.loads(answered.read_text())
-        return results
-
-    return run
-
-
-def request(frames: int, seed: int, max_tokens: int = 80) -> dict[str, Any]:
-    """A prompt of whole frames without a pattern, the same in every run."""
-    prompt = [(seed * 7919 + i * i * 31 + i * 17) % 256 for i in range(frames * FRAME)]
-    sampling = {"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-    return {"prompt": prompt, "sampling": sampling}
 
 
 def job(model: str, *rounds: Any, **engine: Any) -> dict[str, Any]:
     values = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 8192, **engine}
     return {"model": model, "backend": "mstar", "engine": values, "rounds": rounds}
-
-
-def oracle_job(
-    model: str, asked: dict[str, Any], answer: dict[str, Any], layers: list[list[int]]
-) -> dict[str, Any]:
-    return {
-        "model": model,
-        "tokens": asked["prompt"] + answer["tokens"][0],
-        "start": len(asked["prompt"]),
-        "frame": FRAME,
-        "layers": layers,
-    }
 
 
 def assert_judged_right(answer: dict[str, Any], judged: list[list[float]]) -> None:
@@ -108,11 +58,11 @@ def by_way(run_engines: Callable[..., list[Any]], frame_model: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def judged_mix(by_way: dict[str, Any], judge: Any, frame_model: str) -> list[Any]:
+def judged_mix(by_way: dict[str, Any], masked_frames: Any, frame_model: str) -> list[Any]:
     assert "rounds" in by_way["chunks of 64"], by_way["chunks of 64"]
     answers = by_way["chunks of 64"]["rounds"][0]
     pairs = zip(MIX, answers, strict=True)
-    judged: list[Any] = judge([oracle_job(frame_model, *pair, LAYERS) for pair in pairs])
+    judged: list[Any] = masked_frames([oracle_job(frame_model, *pair, LAYERS) for pair in pairs])
     return judged
 
 
@@ -131,11 +81,13 @@ def test_nothing_comes_from_the_prefix_cache(by_way: dict[str, Any]) -> None:
     assert all(not answer["cached"] for answer in by_way["chunks of 64"]["rounds"][1])
 
 
-def test_the_rings_change_the_frames(by_way: dict[str, Any], judge: Any, frame_model: str) -> None:
+def test_the_rings_change_the_frames(
+    by_way: dict[str, Any], masked_frames: Any, frame_model: str
+) -> None:
     """Another dilation in one layer, or one bucket more, is another model."""
     answer = by_way["chunks of 64"]["rounds"][0][1]
     for layers in ([NEAR, NEAR, NEAR, NEAR], [[5, 1], FAR, NEAR, NEAR]):
-        (judged,) = judge([oracle_job(frame_model, MIX[1], answer, layers)])
+        (judged,) = masked_frames([oracle_job(frame_model, MIX[1], answer, layers)])
         with pytest.raises(AssertionError):
             assert_judged_right(answer, judged)
 
@@ -151,11 +103,11 @@ def stream(run_engines: Callable[..., list[Any]], frame_model: str) -> Any:
 
 
 def test_twenty_horizons_fit_in_the_pages_of_one_session(
-    stream: Any, judge: Any, frame_model: str
+    stream: Any, masked_frames: Any, frame_model: str
 ) -> None:
     asked, answer = stream
     assert len(answer["tokens"][0]) == 20 * HORIZON
-    (judged,) = judge([oracle_job(frame_model, asked, answer, LAYERS)])
+    (judged,) = masked_frames([oracle_job(frame_model, asked, answer, LAYERS)])
     assert_judged_right(answer, judged)
 
 
@@ -180,11 +132,11 @@ def other_rings(run_engines: Callable[..., list[Any]], frame_model: str) -> dict
 
 @pytest.mark.parametrize("rings", OTHER_RINGS)
 def test_the_operators_rings_win_over_the_models(
-    rings: str, other_rings: dict[str, Any], judge: Any, frame_model: str
+    rings: str, other_rings: dict[str, Any], masked_frames: Any, frame_model: str
 ) -> None:
     result = other_rings[rings]
     assert "rounds" in result, result
     pairs = list(zip(MIX, result["rounds"][0], strict=True))
-    judged = judge([oracle_job(frame_model, *pair, OTHER_RINGS[rings]) for pair in pairs])
+    judged = masked_frames([oracle_job(frame_model, *pair, OTHER_RINGS[rings]) for pair in pairs])
     for (_, answer), verdict in zip(pairs, judged, strict=True):
         assert_judged_right(answer, verdict)

@@ -24,21 +24,15 @@ NEAR = {"ring_buckets": 4}
 FRAME = 16
 
 
-@pytest.fixture(scope="module")
-def frame_model(script: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built: Path = script("frame_model").build(tmp_path_factory.mktemp("frames") / "decoder")
-    return built
-
-
 @pytest.fixture
-def configure(frame_model: Path) -> Callable[..., Any]:
+def configure(frame_model: str) -> Callable[..., Any]:
     """The front end's configuration of a server of the frame decoder, made in this process."""
 
     def make(**changes: Any) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
         values = {
-            "model": str(frame_model),
+            "model": frame_model,
             "attention_backend": "mstar",
             "max_model_len": 8192,
             "max_num_batched_tokens": 64,
