@@ -81,7 +81,7 @@ def prompts() -> list[list[int]]:
 
 
 def compare_tokens(model: str) -> str:
-    """Agreement of two cards with one, per policy, for one model."""
+    """Agreement of two cards with one for one model."""
     common = {
         "model": model,
         "attention_backend": "mstar",
@@ -89,7 +89,7 @@ def compare_tokens(model: str) -> str:
         "block_size": 16,
         "max_model_len": 2048,
         "max_num_batched_tokens": 128,
-        "dtype": "float16",
+        "dtype": "auto",
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 2**30,
         "gpu_memory_utilization": 0.15,
@@ -97,10 +97,12 @@ def compare_tokens(model: str) -> str:
         "compilation_config": PLAIN_ALL_REDUCE,
     }
     engines = [Engine(**common, tensor_parallel_size=ranks) for ranks in (1, 2)]
-    with ThreadPoolExecutor() as pool:
-        one, two = pool.map(lambda engine: engine.ask(do="tokens"), engines)
-    for engine in engines:
-        engine.close()
+    try:
+        with ThreadPoolExecutor() as pool:
+            one, two = pool.map(lambda engine: engine.ask(do="tokens"), engines)
+    finally:
+        for engine in engines:
+            engine.close()
     return f"| {Path(model).name} | {agreement(one, two)} |"
 
 
@@ -118,6 +120,20 @@ def agreement(one: list[Any], two: list[Any]) -> str:
         apart = max([apart, *(abs(a - b) for a, b in pairs)])
         margin = max([margin, *first["margins"][leading : leading + 1]])
     return f"{equal} of {total} | {apart:.4f} | {margin:.4f}"
+
+
+def print_tokens(models: list[str]) -> list[str]:
+    """A table, a line a model; what kept models out of it."""
+    print("| model | leading tokens as on one card | log-probabilities apart | parted at |")
+    print("|---|---|---|---|")
+    failures = []
+    with ThreadPoolExecutor(MODELS_AT_ONCE) as pool:
+        for model, line in [(model, pool.submit(compare_tokens, model)) for model in models]:
+            try:
+                print(line.result(), flush=True)
+            except RuntimeError as error:
+                failures.append(f"{model}: {error}")
+    return failures
 
 
 def compare_speed(config: str, turns: int) -> list[str]:
@@ -233,16 +249,12 @@ def main() -> None:
     if options.engine:
         serve(json.loads(options.engine))
         return
-    if options.tokens:
-        print("| model | leading tokens as on one card | log-probabilities apart | parted at |")
-        print("|---|---|---|---|")
-        with ThreadPoolExecutor(MODELS_AT_ONCE) as pool:
-            for line in pool.map(compare_tokens, options.tokens):
-                print(line, flush=True)
+    failures = print_tokens(options.tokens) if options.tokens else []
     if options.config:
         print("| batch | context | FLASH_ATTN ms | mstar ms | speed | range |")
         print("|---|---|---|---|---|---|")
         print(*compare_speed(options.config, options.turns), sep="\n", flush=True)
+    sys.exit("\n".join(failures) or None)
 
 
 if __name__ == "__main__":

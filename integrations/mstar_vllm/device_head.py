@@ -169,7 +169,7 @@ class ProtectedAttention:
                     cache[..., :head_size],
                     cache[..., head_size:],
                     empty,
-                    HeadRows(tables=tables, seq_lens=empty[1:], turns=empty[:rows]),
+                    HeadRows(tables=tables, seq_lens=empty[:rows], turns=empty[:rows]),
                     most_queries,
                 )
 

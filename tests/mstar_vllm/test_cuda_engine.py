@@ -290,14 +290,15 @@ def test_a_shape_answers_as_stock_flash_attention_does(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA cards")
-def test_a_rank_without_requests_goes_on(run_engines: Any, tiny_model: Any) -> None:
-    """Of a mixture of experts, whose ranks step together: the idle one with made-up batches."""
+@pytest.mark.parametrize("model", ["llama-14-2", "mixtral"])
+def test_a_rank_without_requests_goes_on(model: str, run_engines: Any, tiny_model: Any) -> None:
+    """Ranks of a mixture of experts step together: the idle one with made-up batches."""
     asked = [request(300, 1), request(83, 4)]
     for one in asked:
         one["sampling"]["detokenize"] = False
     both = [[{**one, "rank": rank} for one in asked] for rank in (0, 0, 1)]
     engine = {"data_parallel_size": 2, "block_size": 16, "skip_tokenizer_init": True}
-    parallel = {**job(tiny_model("mixtral"), "flash_attn", POLICY, [], **engine), "async": True}
+    parallel = {**job(tiny_model(model), "flash_attn", POLICY, [], **engine), "async": True}
     (result,) = run_engines([{**parallel, "rounds": both}])
     assert "rounds" in result, result
     busy, again, idle = ([one["tokens"] for one in answers] for answers in result["rounds"])
