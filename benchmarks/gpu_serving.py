@@ -1,9 +1,9 @@
-"""Decode speed of engines on one card, two sides at a time, taking turns; a table last.
+"""Decode and prefill speed of engines on one card, two sides at a time; a table last.
 
 `gpu_serving.py --config FOLDER PAIR...`, the folder holding a config.json; weights are dummies. A
-side idles while the other is timed. Numbers are medians over turns; the spread is the
-distance of the turns' medians, in per cent of their median. `speed` is against the pair's first
-side; `build us` is the host time of the attention metadata builder.
+side idles while the other is timed; the order changes every turn. Numbers are medians over turns,
+`speed` is against the pair's first side in the same turn: the median and the range. A turn of steps
+is their median; `build us` is the host time of the attention metadata builder.
 """
 
 from __future__ import annotations

@@ -150,17 +150,18 @@ def compare_speed(config: str, turns: int) -> list[str]:
     }
     engines = {name: Engine(**common, attention_backend=name) for name in ("FLASH_ATTN", "mstar")}
     times: dict[tuple[str, int], list[float]] = {}
-    with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(lambda engine: engine.ask(do="decode", batch=1, context=64), engines.values())
-        )
-    for turn in range(turns):
-        for batch, context in POINTS:
-            for name in list(engines) if turn % 2 else list(engines)[::-1]:
-                figure = engines[name].ask(do="decode", batch=batch, context=context)
-                times.setdefault((name, batch), []).append(figure)
-    for engine in engines.values():
-        engine.close()
+    try:
+        with ThreadPoolExecutor() as pool:
+            first = {"do": "decode", "batch": 1, "context": 64}
+            list(pool.map(lambda engine: engine.ask(**first), engines.values()))
+        for turn in range(turns):
+            for batch, context in POINTS:
+                for name in list(engines) if turn % 2 else list(engines)[::-1]:
+                    figure = engines[name].ask(do="decode", batch=batch, context=context)
+                    times.setdefault((name, batch), []).append(figure)
+    finally:
+        for engine in engines.values():
+            engine.close()
     rows = []
     for batch, context in POINTS:
         stock, ours = (times[name, batch] for name in engines)
@@ -253,7 +254,10 @@ def main() -> None:
     if options.config:
         print("| batch | context | FLASH_ATTN ms | mstar ms | speed | range |")
         print("|---|---|---|---|---|---|")
-        print(*compare_speed(options.config, options.turns), sep="\n", flush=True)
+        try:
+            print(*compare_speed(options.config, options.turns), sep="\n", flush=True)
+        except RuntimeError as error:
+            failures.append(f"{options.config}: {error}")
     sys.exit("\n".join(failures) or None)
 
 

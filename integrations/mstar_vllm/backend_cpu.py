@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from mstar_vllm import rows, seeds, session
 from mstar_vllm.cache_specs import RetentionSpec
 from mstar_vllm.cpu_key_turn import KeyTurn, shared_turn
+from mstar_vllm.crosscheck import check_slopes
 from mstar_vllm.positions import ROLLING
 from mstar_vllm.retention import BatchLimits, RetentionBackend
 from mstar_vllm.ring_visibility import ring_transform, ring_view
@@ -127,11 +128,7 @@ class MStarCPUImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plan = session.activate(get_current_vllm_config()).plan
-        if self.alibi_slopes is not None and plan.obstacle is None:
-            raise ValueError(
-                "the model uses ALiBi, which its adapter must declare in retention_refusal; "
-                f"adapter: {plan.adapter}"
-            )
+        check_slopes(plan, self.alibi_slopes)
         rows.hook_model_runner()
         seeds.hook_sampling()
 

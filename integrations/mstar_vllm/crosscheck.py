@@ -11,6 +11,8 @@ from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from mstar_vllm.serving import ServingPlan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltLayer:
@@ -21,6 +23,15 @@ class BuiltLayer:
     num_qo_heads: int
     head_dim: int
     window_tokens: int | None
+
+
+def check_slopes(plan: ServingPlan, alibi_slopes: Any) -> None:
+    """ValueError where keys can be dropped of a layer whose biases follow a stored key's place."""
+    if alibi_slopes is not None and (plan.obstacle is None or plan.ring is not None):
+        raise ValueError(
+            "the model uses ALiBi, which its adapter must declare in retention_refusal; "
+            f"adapter: {plan.adapter}"
+        )
 
 
 def built_layers(vllm_config: VllmConfig) -> tuple[BuiltLayer, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 
 from mstar_vllm import graphs, rows, rows_v2, session
+from mstar_vllm.crosscheck import check_slopes
 from mstar_vllm.worker_start import hook_worker_start
 
 
@@ -16,11 +17,7 @@ def start_layer(layer: Any) -> None:
     """
     vllm_config = get_current_vllm_config()
     plan = session.activate(vllm_config).plan
-    if layer.alibi_slopes is not None and plan.obstacle is None:
-        raise ValueError(
-            "the model uses ALiBi, which its adapter must declare in retention_refusal; "
-            f"adapter: {plan.adapter}"
-        )
+    check_slopes(plan, layer.alibi_slopes)
     if vllm_config.use_v2_model_runner:
         _hook_second_runner()
     else:

@@ -16,9 +16,12 @@ COLUMNS_AT_ONCE = 256
 
 @triton.jit(
     do_not_specialize=[
+        "tables_stride",
         "limits_stride",
         "plan_stride",
+        "out_stride",
         "numbers_stride",
+        "out_head_stride",
         "num_rows",
         "num_slots",
         "last_column",

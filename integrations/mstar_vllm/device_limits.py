@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,6 @@ from mstar_vllm.device_kernels import COLUMNS_AT_ONCE, compact_rows
 from mstar_vllm.device_rows import STAGED_STEPS, BatchTensors, Pages, RowBuffers
 from mstar_vllm.retention import BatchLimits
 from mstar_vllm.visibility import IntArray, RowLimits, Rows, split_rows
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 MOST_TOKENS = 2**31 - 1
 LIMIT_COLUMNS = 3
@@ -117,21 +113,19 @@ class DeviceLimits:
 class DeviceBatchLimits:
     """The limits of each batch of one KV cache group; None as long as no request is bounded."""
 
-    def __init__(self, spec: KVCacheSpec, max_requests: int, device: torch.device) -> None:
+    def __init__(self, spec: RetentionSpec, max_requests: int, device: torch.device) -> None:
         self._on_host = BatchLimits(spec)
         self._device = device
         self._max_requests = max_requests
         self._ring: PinnedIndexRing | None = None
         self._slots: SlotLimits | None = None
         self._rows: torch.Tensor | None = None
-        self._page_tokens = spec.page_tokens if isinstance(spec, RetentionSpec) else 0
-        self._server = spec.policy if isinstance(spec, RetentionSpec) else None
+        self._page_tokens = spec.page_tokens
+        self._server = spec.policy
         self.always = self._shared(self._server)
 
     def current(self, num_requests: int) -> DeviceLimits | None:
         """Limits of the batch being built, which has `num_requests` requests, padding included."""
-        if not self._page_tokens:
-            return None
         by_slot = rows_v2.published()
         if by_slot is not None:
             return self._by_slot(by_slot, num_requests)

@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["plan_stride", "numbers_stride", "num_rows", "last_column"])
+@triton.jit(
+    do_not_specialize=[
+        "tables_stride",
+        "plan_stride",
+        "out_stride",
+        "numbers_stride",
+        "num_rows",
+        "last_column",
+    ]
+)
 def frame_rows(
     tables,
     tables_stride,

@@ -176,7 +176,7 @@ class DeviceVisibility:
         longest = self._longest(batch, rule)
         seen = self._rows(batch, rule, self._decode, batch.num_reqs, longest, None)
         bound = batch.seq_lens_cpu_upper_bound
-        if self._shape.plans_on_host and bound is not None:
+        if self._shape.plans_on_host and bound is not None and not self._shape.drafts:
             stored = bound.numpy()[: batch.num_reqs]
             seen.seq_lens_cpu_upper_bound = torch.from_numpy(rule.visible(stored))
         return seen
@@ -254,7 +254,7 @@ class DeviceVisibility:
         return seen
 
     def _warm_up(self) -> None:
-        """Compile what every batch will launch, before a request waits for it."""
+        """Compile what batches whose requests bring nothing launch, before one waits for it."""
         rule = self._rules.always
         if rule is None:
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mstar_plugin.adapters import Adapter, find_adapter
+from mstar_plugin.adapters import Adapter, find_adapter, refusals
 from mstar_plugin.kv.config import RetentionPolicy
 from mstar_plugin.model_kv import LayerKind, ModelKV
 from mstar_vllm.positions import policy_with
@@ -48,7 +48,7 @@ def serving_plan(vllm_config: VllmConfig) -> ServingPlan:
     name, model = declared_model(vllm_config)
     ring = ring_plan(vllm_config, settings, model)
     if ring is not None:
-        _check_ring_features(vllm_config)
+        _check_ring_features(vllm_config, model)
     obstacle = retention_obstacle(vllm_config, model) if ring is None else RINGS
     if settings.retention is not None and obstacle is not None:
         raise ValueError(
@@ -96,12 +96,21 @@ def _obstructing_feature(vllm_config: VllmConfig) -> str | None:
     return next((feature for feature, present in _OBSTACLES if present(vllm_config)), None)
 
 
-def _check_ring_features(vllm_config: VllmConfig) -> None:
+def _check_ring_features(vllm_config: VllmConfig, model: ModelKV | None) -> None:
     feature = _obstructing_feature(vllm_config)
+    if feature is None:
+        feature = _generic_obstacle(vllm_config) if model is None else _ring_obstacle(model)
     if feature is not None:
         raise ValueError(
             f"mstar cannot keep ring caches with {feature}; leave out the ring or that feature"
         )
+
+
+def _ring_obstacle(model: ModelKV) -> str | None:
+    """What rules out dropping the model's keys rules out dropping frames."""
+    if any(layer.shares_kv_with is not None for layer in model.layers):
+        return "layers that read another layer's keys"
+    return None if model.retention_refusal == refusals.RINGS else model.retention_refusal
 
 
 def in_flight_tokens(vllm_config: VllmConfig) -> int:

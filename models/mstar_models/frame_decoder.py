@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mstar_plugin.adapters import ConfigReader, DecoderAdapter, HFConfig
+from mstar_plugin.adapters.refusals import RINGS
 from mstar_plugin.kv.config import RingKVConfig
 from mstar_plugin.model_kv import LayerKind, ModelKV
 from mstar_plugin.ring.declaration import ring_declaration
-
-RING_REFUSAL = "ring caches, which frames leave by a rule of their own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class FrameDecoderAdapter(DecoderAdapter):
         return replace(
             model,
             layers=tuple(replace(layer, kind=LayerKind.RING) for layer in model.layers),
-            retention_refusal=RING_REFUSAL,
+            retention_refusal=RINGS,
             ring=RingKVConfig(
                 num_layers=len(model.layers),
                 num_kv_heads=first.num_kv_heads,

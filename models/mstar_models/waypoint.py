@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mstar_plugin.adapters import ConfigReader, DecoderAdapter, HFConfig
+from mstar_plugin.adapters.refusals import RINGS
 from mstar_plugin.kv.config import RingKVConfig, RingKVLayerConfig
 from mstar_plugin.model_kv import LayerKind, LayerKV, ModelKV
 
@@ -61,7 +62,7 @@ def ring_config(
 class WaypointAdapter(DecoderAdapter):
     """A ring per layer. `tokens_per_frame` and `full_global_ring` choose the geometry."""
 
-    refusal: str | None = "ring caches, which frames leave by a rule of their own"
+    refusal: str | None = RINGS
 
     def declare(self, hf_config: HFConfig) -> ModelKV:
         config = ConfigReader.of(hf_config, defaults=self.defaults)

@@ -31,7 +31,7 @@ def rings(draw: st.DrawFn) -> tuple[RingView, int]:
     view = RingView(
         dilation=draw(st.integers(1, 5)),
         buckets=draw(st.integers(1, 5)),
-        frame_tokens=block * draw(st.integers(1, 3)),
+        frame_tokens=block * draw(st.sampled_from([1, 2, 3, 8])),
     )
     return view, block
 
@@ -119,16 +119,26 @@ def test_chunks_are_cut_as_on_the_host(
     assert seen.query_start_loc_cpu.tolist() == seen.query_start_loc[: seen.num_reqs + 1].tolist()
 
 
-@given(data=st.data(), ring=rings(), drafts=st.integers(1, 9), chunks=st.booleans())
+@given(
+    data=st.data(),
+    ring=rings(),
+    drafts=st.integers(1, 9),
+    chunks=st.booleans(),
+    plans_on_host=st.booleans(),
+)
 @EXAMPLES
 def test_drafts_are_cut_where_the_device_says(
-    data: st.DataObject, ring: tuple[RingView, int], drafts: int, chunks: bool
+    data: st.DataObject,
+    ring: tuple[RingView, int],
+    drafts: int,
+    chunks: bool,
+    plans_on_host: bool,
 ) -> None:
     query_lens, seq_lens = data.draw(lengths(90 if chunks else 1 + drafts))
     upper = [length + data.draw(st.integers(0, drafts)) for length in seq_lens]
     given_batch = batch_on(DEVICE, query_lens, seq_lens, ring[1], upper=upper, padding=1)
     given_batch.max_query_len = max(2, max(query_lens))
-    seen = visibility(*ring, drafts=drafts).visible(given_batch)
+    seen = visibility(*ring, drafts, plans_on_host).visible(given_batch)
     assert_same_rows(seen, given_batch, (query_lens, seq_lens), ring)
 
 

@@ -182,13 +182,30 @@ def test_chunks_beside_drafts_are_cut_where_the_device_says(
         assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
 
 
-@given(data=st.data(), setting=any_setting(with_policy=False), max_query=st.sampled_from([1, 90]))
+def own_policies(data: st.DataObject, setting: Setting, count: int) -> list[RetentionPolicy | None]:
+    """Beside a server's policy requests see no more than it allows."""
+    policies = POLICIES
+    if setting.policy is not None:
+        server = setting.policy
+        most = server.context_budget + server.protected_prefix
+        policies = st.integers(1, most).flatmap(
+            lambda budget: st.builds(
+                RetentionPolicy, st.just(budget), st.integers(0, most - budget)
+            )
+        )
+    return [data.draw(st.one_of(st.none(), policies)) for _ in range(count)]
+
+
+ANY_SERVER = st.booleans().flatmap(lambda with_policy: any_setting(with_policy=with_policy))
+
+
+@given(data=st.data(), setting=ANY_SERVER, max_query=st.sampled_from([1, 90]))
 @EXAMPLES
 def test_requests_bring_policies_on_the_first_runner(
     data: st.DataObject, setting: Setting, max_query: int
 ) -> None:
     query_lens, seq_lens = data.draw(lengths(max_query))
-    own = [data.draw(st.one_of(st.none(), POLICIES)) for _ in seq_lens]
+    own = own_policies(data, setting, len(seq_lens))
     block = setting.pages.block_tokens
     rows._published = own
     try:
@@ -201,7 +218,7 @@ def test_requests_bring_policies_on_the_first_runner(
     assert rows_of(seen, block) == expected_rows(query_lens, seq_lens, limits, block)
 
 
-@given(data=st.data(), setting=any_setting(with_policy=False), max_query=st.sampled_from([1, 90]))
+@given(data=st.data(), setting=ANY_SERVER, max_query=st.sampled_from([1, 90]))
 @EXAMPLES
 def test_requests_bring_policies_on_the_second_runner(
     data: st.DataObject, setting: Setting, max_query: int
@@ -212,7 +229,7 @@ def test_requests_bring_policies_on_the_second_runner(
     visibility = setting.visibility()
     block = setting.pages.block_tokens
     for _ in range(2):
-        own = [data.draw(st.one_of(st.none(), POLICIES)) for _ in seq_lens]
+        own = own_policies(data, setting, len(seq_lens))
         for slot, policy in zip(slots, own, strict=True):
             policies.by_slot[slot] = policy
         policies.version += 1

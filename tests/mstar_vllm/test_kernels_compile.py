@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -69,6 +71,14 @@ def test_a_block_fits_into_a_small_cards_shared_memory(
     assert 0 < used <= SHARED_BYTES
     if parts > 1:
         assert shared_bytes(join_parts, capability, PARTS=parts, **sizes) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("kernel", [compact_rows, frame_rows])
+def test_no_number_makes_a_form_that_the_start_did_not_compile(kernel: Any) -> None:
+    numbers = {"num_rows", "num_slots", "last_column"}
+    for parameter in kernel.params:
+        if parameter.name.endswith("_stride") or parameter.name in numbers:
+            assert parameter.do_not_specialize, parameter.name
 
 
 @pytest.mark.parametrize("capability", [89, 90])

@@ -110,6 +110,10 @@ BOTH = {"mstar": {"ring": {"tokens_per_frame": FRAME, "layers": NEAR}, "retentio
             },
             "cannot keep ring caches with a KV connector",
         ),
+        (
+            {"hf_overrides": {"architectures": ["BloomForCausalLM"]}},
+            "cannot keep ring caches with ALiBi",
+        ),
         ({"attention_backend": "CPU_ATTN"}, "asks for ring caches"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from engine_cases import BUDGET, PREFIX, request
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# KV heads that two ranks divide, and one that both hold.
-MODELS = ("llama-14-2", "llama-4-1")
+# KV heads that two ranks divide, and one that both hold; random weights and real ones.
+MODELS = ("llama-14-2", "llama-4-1", "SmolLM2 with even heads", "Gemma 3 270M")
 OWN = {BUDGET: 48, PREFIX: 20}
 POLICIES: dict[str, dict[str, Any] | None] = {
     "nothing": None,
@@ -36,7 +37,7 @@ def job(model: Any, policy: str, rounds: list[Any], **engine: Any) -> dict[str, 
         "block_size": 32,
         "max_model_len": 512,
         "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": 64,
+        "num_gpu_blocks_override": 256,
         "skip_tokenizer_init": True,
         "additional_config": {"mstar": settings},
         **engine,
@@ -44,12 +45,21 @@ def job(model: Any, policy: str, rounds: list[Any], **engine: Any) -> dict[str, 
     return {"model": str(model), "backend": "mstar", "engine": engine, "rounds": rounds}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_answer_as_one(
-    model: str, run_engines: Callable[..., list[Any]], tiny_model: Any
-) -> None:
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, script: Callable[[str], Any]) -> Path:
+    found: Path
+    if request.param == "SmolLM2 with even heads":
+        smollm2 = request.getfixturevalue("smollm2")
+        found = script("even_heads").build(smollm2, tmp_path / "model")
+    elif request.param == "Gemma 3 270M":
+        found = request.getfixturevalue("gemma3_270m")
+    else:
+        found = request.getfixturevalue("tiny_model")(request.param)
+    return found
+
+
+def test_two_ranks_answer_as_one(folder: Path, run_engines: Callable[..., list[Any]]) -> None:
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    folder = tiny_model(model)
     alone = [job(folder, policy, [ROUND]) for policy in POLICIES]
     together = [job(folder, policy, [ROUND], **ranks) for policy in POLICIES]
     for one, two in zip(run_engines(alone), run_engines(together), strict=True):
