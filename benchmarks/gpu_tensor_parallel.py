@@ -1,11 +1,13 @@
 """Two cards against one: `gpu_tensor_parallel.py --tokens MODEL... --config FOLDER`.
 
-`--tokens`: greedy answers of mstar over one card and over two, bounded by the server and by
-requests of their own, with rolling positions and absolute ones, CUDA graphs on; take models with KV
-heads that the ranks divide (`even_heads.py` makes one), and with ones they replicate. `--config`:
-a folder with a config.json; decode speed of mstar and FLASH_ATTN on dummy weights over two cards,
-both engines up, taking turns. FlashInfer's all-reduce, which vLLM prefers, is left out on all
-sides: its kernels are compiled for minutes the first time.
+`--tokens`: greedy answers over one card and over two, CUDA graphs on: of mstar, bounded by the
+server and by requests of their own, with rolling positions and absolute ones, and of FLASH_ATTN
+with nothing bounded, for what sums in another order do; take models with KV heads that the ranks
+divide (`even_heads.py` makes one), and with ones they replicate. `--config`: a folder with a
+config.json; decode speed of mstar and FLASH_ATTN on dummy weights over two cards, both engines up,
+taking turns. `--one-card`: the ranks share a card, for answers where there is no second one (see
+`one_card.py`). FlashInfer's all-reduce, which vLLM prefers, is left out on all sides: its kernels
+are compiled for minutes the first time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ SAMPLING: dict[str, Any] = {
     "ignore_eos": True,
     "detokenize": False,
 }
-MODELS_AT_ONCE = 2
+PAIRS_AT_ONCE = 2
 POINTS = ((1, 1024), (16, 1024), (64, 1024))
 
 
@@ -80,30 +82,40 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def compare_tokens(model: str) -> str:
-    """Agreement of two cards with one for one model."""
+def two_ranks(one_card: bool) -> dict[str, Any]:
+    """What asks an engine for two ranks."""
+    if not one_card:
+        return {"tensor_parallel_size": 2}
+    from one_card import ENGINE
+
+    return {"tensor_parallel_size": 2, **ENGINE}
+
+
+def compare_tokens(model: str, backend: str, dtype: str, divided: dict[str, Any]) -> str:
+    """Agreement of two ranks with one for one model; stock's tells what rounding does to it."""
     common = {
         "model": model,
-        "attention_backend": "mstar",
-        "additional_config": RETENTION,
+        "attention_backend": backend,
+        "additional_config": RETENTION if backend == "mstar" else {},
         "block_size": 16,
         "max_model_len": 2048,
         "max_num_batched_tokens": 128,
-        "dtype": "auto",
+        "dtype": dtype,
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 2**30,
         "gpu_memory_utilization": 0.15,
         "cudagraph_capture_sizes": [1, 2, 4, 8],
         "compilation_config": PLAIN_ALL_REDUCE,
     }
-    engines = [Engine(**common, tensor_parallel_size=ranks) for ranks in (1, 2)]
+    engines = [Engine(**common), Engine(**common, **divided)]
     try:
         with ThreadPoolExecutor() as pool:
-            one, two = pool.map(lambda engine: engine.ask(do="tokens"), engines)
+            asked = {"do": "tokens", "bounded": backend == "mstar"}
+            one, two = pool.map(lambda engine: engine.ask(**asked), engines)
     finally:
         for engine in engines:
             engine.close()
-    return f"| {Path(model).name} | {agreement(one, two)} |"
+    return f"| {Path(model).name} | {backend} | {agreement(one, two)} |"
 
 
 def agreement(one: list[Any], two: list[Any]) -> str:
@@ -122,26 +134,31 @@ def agreement(one: list[Any], two: list[Any]) -> str:
     return f"{equal} of {total} | {apart:.4f} | {margin:.4f}"
 
 
-def print_tokens(models: list[str]) -> list[str]:
-    """A table, a line a model; what kept models out of it."""
-    print("| model | leading tokens as on one card | log-probabilities apart | parted at |")
-    print("|---|---|---|---|")
+def print_tokens(models: list[str], dtype: str, divided: dict[str, Any]) -> list[str]:
+    """A table, a line a model and backend; what kept one out of it."""
+    print("| model | backend | leading tokens as of one | log-probabilities apart | parted at |")
+    print("|---|---|---|---|---|")
     failures = []
-    with ThreadPoolExecutor(MODELS_AT_ONCE) as pool:
-        for model, line in [(model, pool.submit(compare_tokens, model)) for model in models]:
+    with ThreadPoolExecutor(PAIRS_AT_ONCE) as pool:
+        lines = {
+            (model, backend): pool.submit(compare_tokens, model, backend, dtype, divided)
+            for model in models
+            for backend in ("FLASH_ATTN", "mstar")
+        }
+        for pair, line in lines.items():
             try:
                 print(line.result(), flush=True)
             except RuntimeError as error:
-                failures.append(f"{model}: {error}")
+                failures.append(f"{pair}: {error}")
     return failures
 
 
-def compare_speed(config: str, turns: int) -> list[str]:
+def compare_speed(config: str, turns: int, divided: dict[str, Any]) -> list[str]:
     common = {
         "model": config,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "tensor_parallel_size": 2,
+        **divided,
         "enable_prefix_caching": False,
         "max_model_len": 4096,
         "gpu_memory_utilization": 0.35,
@@ -183,12 +200,12 @@ class Side:
         self.llm: Any = LLM(**{"dtype": "bfloat16", **arguments})
         self.seed = 0
 
-    def tokens(self) -> list[dict[str, Any]]:
+    def tokens(self, bounded: bool) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
         asked = [
             (prompt, SamplingParams(**SAMPLING, extra_args=own))
-            for own in OWN
+            for own in (OWN if bounded else (None,))
             for prompt in prompts()
         ]
         outputs = self.llm.generate(
@@ -243,19 +260,22 @@ def serve(arguments: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", default=[], metavar="MODEL")
+    parser.add_argument("--dtype", default="auto", help="of --tokens")
     parser.add_argument("--config", metavar="FOLDER")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--one-card", action="store_true")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
         serve(json.loads(options.engine))
         return
-    failures = print_tokens(options.tokens) if options.tokens else []
+    divided = two_ranks(options.one_card)
+    failures = print_tokens(options.tokens, options.dtype, divided) if options.tokens else []
     if options.config:
         print("| batch | context | FLASH_ATTN ms | mstar ms | speed | range |")
         print("|---|---|---|---|---|---|")
         try:
-            print(*compare_speed(options.config, options.turns), sep="\n", flush=True)
+            print(*compare_speed(options.config, options.turns, divided), sep="\n", flush=True)
         except RuntimeError as error:
             failures.append(f"{options.config}: {error}")
     sys.exit("\n".join(failures) or None)

@@ -11,22 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mstar_vllm.kernel_launch import OneForm
+
 COLUMNS_AT_ONCE = 256
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tables_stride",
-        "limits_stride",
-        "plan_stride",
-        "out_stride",
-        "numbers_stride",
-        "out_head_stride",
-        "num_rows",
-        "num_slots",
-        "last_column",
-    ]
-)
+@OneForm
 def compact_rows(
     tables,
     tables_stride,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ MOST_TOKENS = 2**31 - 1
 LIMIT_COLUMNS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceLimits:
     """The limits of one batch twice: the rule of its rows.
 
@@ -58,18 +60,23 @@ class DeviceLimits:
 
         Example: page 8, dense 31: 39 of 39, 33 of 41.
         """
-        dense = np.minimum(self.host.dense, MOST_TOKENS - 1).astype(np.int32)
-        released = (stored - (dense + 1)) // self.host.page_tokens
-        np.maximum(released, 0, out=released)
-        visible: npt.NDArray[np.int32] = stored - released * self.host.page_tokens
-        return visible
+        tokens: npt.NDArray[np.int32] = stored - self._least_seen
+        np.remainder(tokens, self.host.page_tokens, out=tokens)
+        tokens += self._least_seen
+        return np.minimum(tokens, stored, out=tokens)
 
     def longest(self, most_stored: int, stored: npt.NDArray[np.int32] | None) -> int:
         """Most tokens a row can see; stored: upper bounds, None where only the largest is known."""
         most = self.host.dense + self.host.page_tokens
-        if np.ndim(most) == 0:
-            return min(most_stored, int(most))
+        if isinstance(most, int):
+            return min(most_stored, most)
         return most_stored if stored is None else max(1, int(np.minimum(stored, most).max()))
+
+    @cached_property
+    def _least_seen(self) -> Any:
+        """Tokens seen by one that has released something: so many and less than a page more."""
+        least = np.minimum(self.host.dense + 1, MOST_TOKENS - self.host.page_tokens)
+        return least.astype(np.int32)
 
     def fill(
         self,
@@ -81,7 +88,8 @@ class DeviceLimits:
     ) -> None:
         """Launch the kernel: rows are the batch's requests where `plan` is None."""
         tables, slots, unused = batch.block_table_tensor, self.slots, batch.seq_lens
-        compact_rows[(num_rows,)](
+        compact_rows.launch(
+            num_rows,
             tables,
             tables.stride(0),
             batch.seq_lens,

@@ -8,20 +8,12 @@ Letters: `R` requests, `V` rows after the split, `W` table columns.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from mstar_vllm.kernel_launch import OneForm
 
-@triton.jit(
-    do_not_specialize=[
-        "tables_stride",
-        "plan_stride",
-        "out_stride",
-        "numbers_stride",
-        "num_rows",
-        "last_column",
-    ]
-)
+
+@OneForm
 def frame_rows(
     tables,
     tables_stride,

@@ -69,7 +69,8 @@ class DeviceRing:
         plan: torch.Tensor | None,
     ) -> None:
         tables = batch.block_table_tensor
-        frame_rows[(num_rows,)](
+        frame_rows.launch(
+            num_rows,
             tables,
             tables.stride(0),
             batch.seq_lens,

@@ -173,12 +173,11 @@ class DeviceVisibility:
     def _visible_decode(
         self, batch: CommonAttentionMetadata, rule: RowRule
     ) -> CommonAttentionMetadata:
-        longest = self._longest(batch, rule)
+        bound = upper_bound(batch)
+        longest = self._longest(batch, rule, bound)
         seen = self._rows(batch, rule, self._decode, batch.num_reqs, longest, None)
-        bound = batch.seq_lens_cpu_upper_bound
         if self._shape.plans_on_host and bound is not None and not self._shape.drafts:
-            stored = bound.numpy()[: batch.num_reqs]
-            seen.seq_lens_cpu_upper_bound = torch.from_numpy(rule.visible(stored))
+            seen.seq_lens_cpu_upper_bound = torch.from_numpy(rule.visible(bound))
         return seen
 
     def _visible_drafts(
@@ -188,7 +187,7 @@ class DeviceVisibility:
         were accepted, leaves the others empty, and a graph always finds as many.
         """
         num_rows = batch.num_reqs * self._shape.draft_rows
-        longest = self._longest(batch, rule)
+        longest = self._longest(batch, rule, upper_bound(batch))
         plan = self._draft_plan[:, :num_rows]
         return self._rows(batch, rule, self._decode, num_rows, longest, plan)
 
@@ -202,7 +201,8 @@ class DeviceVisibility:
         query_lens = np.diff(starts).astype(np.int64)
         if self._shape.drafts and not self._shape.plans_on_host:
             request = rule.possible(query_lens, stored)
-            return self._chunk_rows(batch, rule, request, self._longest(batch, rule))
+            longest = self._longest(batch, rule, upper_bound(batch))
+            return self._chunk_rows(batch, rule, request, longest)
         rows = rule.split(query_lens, stored)
         seen = self._chunk_rows(batch, rule, rows.request, int(rows.seq_lens.max()))
         seen.max_query_len = int(rows.query_lens.max())
@@ -272,11 +272,17 @@ class DeviceVisibility:
             bound = batch.seq_lens.cpu()
         return bound[: batch.num_reqs].numpy().astype(np.int64)
 
-    def _longest(self, batch: CommonAttentionMetadata, rule: RowRule) -> int:
+    def _longest(
+        self, batch: CommonAttentionMetadata, rule: RowRule, bound: npt.NDArray[np.int32] | None
+    ) -> int:
         """Most tokens a row of the batch can see."""
-        bound = batch.seq_lens_cpu_upper_bound
-        stored = None if bound is None else bound[: batch.num_reqs].numpy()
-        return min(self._most_visible, rule.longest(batch.max_seq_len, stored))
+        return min(self._most_visible, rule.longest(batch.max_seq_len, bound))
+
+
+def upper_bound(batch: CommonAttentionMetadata) -> npt.NDArray[np.int32] | None:
+    """`[R]` tokens that requests have stored at most, None where the host does not know."""
+    bound = batch.seq_lens_cpu_upper_bound
+    return None if bound is None else bound.numpy()[: batch.num_reqs]
 
 
 def shallow_copy(

@@ -53,9 +53,18 @@ WAYS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 48,
     },
 }
+# FlashInfer's kernels take blocks of 64 tokens at most.
+LARGE = 128
+LARGE_FRAMES = "frames of 128 tokens"
+LARGE_MIX = [request(8, 1), request(56, 2), request(24, 3)]
+LARGE_ENGINE = {"max_num_batched_tokens": 192, "kv_cache_memory_bytes": 2**29}
+EIGHT_BITS = "a cache in eight bits"
+# FlashAttention writes nothing but bfloat16 from such a cache.
+EIGHT = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
 FIRST_RUNNER = "first runner"
 STREAMED = "a stream of eight horizons"
 STREAM = request(1, 6, max_tokens=8 * HORIZON)
+PROMPTS = {STREAMED: [STREAM], LARGE_FRAMES: LARGE_MIX}
 POOL_OF_ONE = {"num_gpu_blocks_override": 1 + SESSION_PAGES}
 
 
@@ -88,8 +97,12 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def job(model: str, kernels: str, rounds: list[Any], **engine: Any) -> dict[str, Any]:
-    settings = {"additional_config": {"mstar": {"kernels": kernels}}}
+def job(
+    model: str, kernels: str, rounds: list[Any], frame: int = FRAME, **engine: Any
+) -> dict[str, Any]:
+    layers = [{"ring_buckets": b, "pinned_dilation": d} for b, d in LAYERS]
+    ring = {"tokens_per_frame": frame, "layers": layers}
+    settings = {"additional_config": {"mstar": {"kernels": kernels, "ring": ring}}}
     return {
         "model": model,
         "backend": "mstar",
@@ -104,33 +117,44 @@ def by_way(
 ) -> dict[str, Any]:
     """What came out of each way of serving: `Judged`, or an error."""
     stream = job(frame_model, kernels, [[STREAM]], **POOL_OF_ONE)
+    large = job(frame_model, kernels, [LARGE_MIX], LARGE, **LARGE_ENGINE)
+    eight = job(frame_model, kernels, [MIX], **EIGHT)
     jobs = [job(frame_model, kernels, [MIX], **engine) for engine in WAYS.values()]
     stock = {"model": plain_model, "backend": STOCK[kernels], "engine": CARD, "rounds": [MIX]}
-    free, *results = run_engines([stock, stream, *jobs])
-    assert "rounds" in free, free
+    stock_eight = {**stock, "engine": {**CARD, **EIGHT}}
+    free, free_eight, *results = run_engines([stock, stock_eight, stream, large, eight, *jobs])
+    assert "rounds" in free and "rounds" in free_eight, (free, free_eight)
     first = run_engines([job(frame_model, kernels, [MIX])], VLLM_USE_V2_MODEL_RUNNER="0")
-    found = dict(zip([STREAMED, *WAYS, FIRST_RUNNER], [*results, *first], strict=True))
+    ways = [STREAMED, LARGE_FRAMES, EIGHT_BITS, *WAYS, FIRST_RUNNER]
+    found = dict(zip(ways, [*results, *first], strict=True))
     served = [way for way, result in found.items() if "rounds" in result]
     # All questions at once: the oracle is a process of its own.
-    pairs = {way: [STREAM] if way == STREAMED else MIX for way in served}
-    questions = [(pairs[way], found[way], layers) for way in served for layers in (LAYERS, OTHER)]
-    questions.append((MIX, free, EVERYTHING))
+    questions = [
+        (PROMPTS.get(way, MIX), found[way], layers, LARGE if way == LARGE_FRAMES else FRAME)
+        for way in served
+        for layers in (LAYERS, OTHER)
+    ]
+    questions += [(MIX, result, EVERYTHING, FRAME) for result in (free, free_eight)]
     verdicts = iter(masked_frames([one for each in questions for one in asked(frame_model, *each)]))
     judged = [[next(verdicts) for _ in prompts] for prompts, *_ in questions]
-    rounding = worst(free["rounds"][0], judged[-1])
+    *judged, plain, plain_eight = judged
+    rounding = worst(free["rounds"][0], plain)
+    rounding_eight = worst(free_eight["rounds"][0], plain_eight)
     for place, way in enumerate(served):
         found[way] = Judged(
             answers=found[way]["rounds"][0],
             judged=judged[2 * place],
             other=judged[2 * place + 1],
-            rounding=rounding,
+            rounding=rounding_eight if way == EIGHT_BITS else rounding,
         )
     return found
 
 
-def asked(model: str, prompts: list[Any], result: Any, layers: list[list[int]]) -> list[Any]:
+def asked(
+    model: str, prompts: list[Any], result: Any, layers: list[list[int]], frame: int
+) -> list[Any]:
     pairs = zip(prompts, result["rounds"][0], strict=True)
-    return [oracle_job(model, *pair, layers) for pair in pairs]
+    return [oracle_job(model, *pair, layers, frame) for pair in pairs]
 
 
 def worst(answers: list[Any], judged: list[Any]) -> float:
@@ -151,12 +175,24 @@ def assert_judged_right(way: str, found: Judged) -> None:
             assert token == choice or margin < 3 * found.rounding
 
 
-@pytest.mark.parametrize("way", [*WAYS, FIRST_RUNNER])
+@pytest.mark.parametrize("way", [*WAYS, LARGE_FRAMES, FIRST_RUNNER])
 def test_frames_are_the_masked_models(way: str, kernels: str, by_way: dict[str, Any]) -> None:
     found = by_way[way]
     assert isinstance(found, Judged), found
     assert_judged_right(f"{kernels}, {way}", found)
     assert worst(found.answers, found.other) > 10 * found.rounding, "the rings must show"
+
+
+def test_a_cache_in_eight_bits_deviates_as_stocks_does(
+    kernels: str, by_way: dict[str, Any]
+) -> None:
+    found = by_way[EIGHT_BITS]
+    assert isinstance(found, Judged), found
+    deviation, other = worst(found.answers, found.judged), worst(found.answers, found.other)
+    print(
+        f"{kernels}, {EIGHT_BITS}: {deviation:.2e}, stock {found.rounding:.2e}, other {other:.2e}"
+    )
+    assert deviation < 3 * found.rounding and deviation < other
 
 
 def test_eight_horizons_fit_in_the_pages_of_one_session(

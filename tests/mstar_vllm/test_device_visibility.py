@@ -25,6 +25,7 @@ from mstar_vllm.device_visibility import (
     DeviceVisibility,
 )
 from mstar_vllm.visibility import (
+    UNBOUNDED,
     RowLimits,
     compact_tables,
     limits_of,
@@ -289,6 +290,19 @@ def rule(dense: int, page: int) -> DeviceLimits:
 def test_a_token_sees_what_the_worked_example_says() -> None:
     stored = np.array([0, 39, 41], dtype=np.int32)
     assert rule(dense=31, page=8).visible(stored).tolist() == [0, 39, 33]
+
+
+@given(
+    st.sampled_from([8, 16, 48]),
+    st.lists(st.tuples(st.integers(0, 400), st.just(UNBOUNDED) | st.integers(1, 300)), min_size=1),
+)
+def test_tokens_of_own_limits_see_as_many_as_their_rows(
+    page: int, tokens: list[tuple[int, int]]
+) -> None:
+    stored, dense = np.array(tokens).T
+    own = DeviceLimits(RowLimits(dense, np.ones_like(dense), page), torch.zeros(3, 1), per_row=True)
+    rows = split_rows(np.minimum(stored, 1), stored, own.host)
+    assert own.visible(stored.astype(np.int32)).tolist() == rows.seq_lens.tolist()
 
 
 def test_rows_are_numbered_within_their_request() -> None:

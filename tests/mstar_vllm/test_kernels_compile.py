@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("vllm", reason="needs vLLM")
@@ -16,6 +15,7 @@ from mstar_vllm.device_head import keys_at_once, power_of_two, queries_at_once  
 from mstar_vllm.device_head_kernel import add_protected, join_parts  # noqa: E402
 from mstar_vllm.device_kernels import COLUMNS_AT_ONCE, compact_rows  # noqa: E402
 from mstar_vllm.device_ring_kernel import frame_rows  # noqa: E402
+from mstar_vllm.kernel_launch import OneForm  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -73,12 +73,15 @@ def test_a_block_fits_into_a_small_cards_shared_memory(
         assert shared_bytes(join_parts, capability, PARTS=parts, **sizes) <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("kernel", [compact_rows, frame_rows])
-def test_no_number_makes_a_form_that_the_start_did_not_compile(kernel: Any) -> None:
-    numbers = {"num_rows", "num_slots", "last_column"}
-    for parameter in kernel.params:
-        if parameter.name.endswith("_stride") or parameter.name in numbers:
-            assert parameter.do_not_specialize, parameter.name
+@pytest.mark.parametrize("transform", [compact_rows, frame_rows])
+def test_no_argument_makes_a_form_that_the_start_did_not_compile(transform: OneForm) -> None:
+    for parameter in transform.kernel.params:
+        assert parameter.is_constexpr or parameter.do_not_specialize, parameter.name
+
+
+def test_constants_are_in_the_order_they_are_launched_in() -> None:
+    with pytest.raises(TypeError, match=r"got \['BLOCK_TOKENS', 'PAGE_TOKENS'\]"):
+        compact_rows.launch(1, torch.zeros(1), BLOCK_TOKENS=16, PAGE_TOKENS=16)
 
 
 @pytest.mark.parametrize("capability", [89, 90])
@@ -86,6 +89,6 @@ def test_no_number_makes_a_form_that_the_start_did_not_compile(kernel: Any) -> N
 def test_the_transforms_compile(capability: int, split: bool) -> None:
     tokens = {"BLOCK_TOKENS": 16, "SPLIT": split, "COLUMNS": COLUMNS_AT_ONCE}
     frames = {"DILATION": 4, "BUCKETS": 4, "FRAME_TOKENS": 64}
-    assert shared_bytes(frame_rows, capability, **tokens, **frames) <= SHARED_BYTES
+    assert shared_bytes(frame_rows.kernel, capability, **tokens, **frames) <= SHARED_BYTES
     pages = {"PAGE_TOKENS": 64, "PER_ROW": False, "BY_SLOT": split, "TURNS": True}
-    assert shared_bytes(compact_rows, capability, **tokens, **pages) <= SHARED_BYTES
+    assert shared_bytes(compact_rows.kernel, capability, **tokens, **pages) <= SHARED_BYTES

@@ -18,12 +18,16 @@ def request(frames: int, seed: int, max_tokens: int = 80) -> dict[str, Any]:
 
 
 def oracle_job(
-    model: str, asked: dict[str, Any], answer: dict[str, Any], layers: list[list[int]]
+    model: str,
+    asked: dict[str, Any],
+    answer: dict[str, Any],
+    layers: list[list[int]],
+    frame: int = FRAME,
 ) -> dict[str, Any]:
     return {
         "model": model,
         "tokens": asked["prompt"] + answer["tokens"][0],
         "start": len(asked["prompt"]),
-        "frame": FRAME,
+        "frame": frame,
         "layers": layers,
     }
