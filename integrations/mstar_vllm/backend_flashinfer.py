@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.utils import CpuGpuBuffer
 
+from mstar_plugin.attention.plan_in_flight import PlanInFlight
 from mstar_vllm.cuda_start import start_layer
 from mstar_vllm.device_visibility import device_visibility, is_bounded
 from mstar_vllm.retention import RetentionBackend
@@ -51,6 +52,7 @@ class MStarFlashInferMetadataBuilder(FlashInferMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._visibility = device_visibility(kv_cache_spec, vllm_config, device, True)
         self._row_buffers = RowPlanBuffers(device)
+        self._plan = PlanInFlight()
         if self._visibility is not None:
             # It would advance the runner's own lengths.
             self.supports_draft_decode_metadata_update = False
@@ -71,13 +73,12 @@ class MStarFlashInferMetadataBuilder(FlashInferMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMetadata:
-        if self._visibility is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        seen = self._visibility.visible(common_attn_metadata)
-        if seen is common_attn_metadata or common_attn_metadata.max_query_len <= 1:
-            return super().build(common_prefix_len, seen, fast_build)
-        self._row_buffers.reserve(seen, self.page_size)
-        with self._planning_rows():
+        batch = common_attn_metadata
+        seen = batch if self._visibility is None else self._visibility.visible(batch)
+        has_rows = seen is not batch and batch.max_query_len > 1
+        if has_rows:
+            self._row_buffers.reserve(seen, self.page_size)
+        with self._plan.replaced_by(self), self._planning_rows() if has_rows else nullcontext():
             return super().build(common_prefix_len, seen, fast_build)
 
     @contextmanager

@@ -21,6 +21,7 @@ from mstar_plugin.attention.call import (
     indptrs_of,
     row_kv_lens,
 )
+from mstar_plugin.attention.plan_in_flight import PlanInFlight
 from mstar_plugin.kv.plan import KVPlanOutput, PagedIndptrs
 
 WORKSPACE_BYTES = 256 << 20
@@ -80,19 +81,22 @@ class FlashInferPlanner:
         self._sees_nothing: Tensor | None = None
 
     def plan(self, plan: KVPlanOutput | PagedIndptrs) -> None:
-        """Plan one step; its copies to the device are issued, not awaited."""
+        """Plan one step; its copies to the device are issued, not awaited, but those of the plan
+        before it are: the host runs one step ahead.
+        """
         indptrs = indptrs_of(plan)
         queries = np.diff(indptrs.qo_indptr.numpy())
         is_decode = bool((queries == 1).all())
         kv_lens = row_kv_lens(indptrs, self._params.page_size)
         blind = _blind_queries(queries, kv_lens.numpy(), self._params.causal)
         self._check_graph(indptrs, len(queries), is_decode and blind is None)
-        if self._params.is_latent:
-            self._plan_latent(indptrs, kv_lens)
-        elif is_decode:
-            self._plan_decode(indptrs, kv_lens)
-        else:
-            self._plan_prefill(indptrs, kv_lens, int(queries.max(initial=0)))
+        with _last_plan(self._device).replaced_by(self):
+            if self._params.is_latent:
+                self._plan_latent(indptrs, kv_lens)
+            elif is_decode:
+                self._plan_decode(indptrs, kv_lens)
+            else:
+                self._plan_prefill(indptrs, kv_lens, int(queries.max(initial=0)))
         self._sees_nothing = blind
 
     def run(self, query: Tensor, kv_cache: Tensor) -> AttentionResult:
@@ -226,6 +230,11 @@ class FlashInferPlanner:
 def _workspace(device: torch.device) -> Tensor:
     """Scratch memory of the kernels, shared because they run one after another on a stream."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+@cache
+def _last_plan(device: torch.device) -> PlanInFlight:
+    return PlanInFlight()
 
 
 def _blind_queries(

@@ -129,6 +129,33 @@ def test_a_planner_serves_step_after_step_out_of_a_ring() -> None:
 
 @pytest.mark.gpu
 @needs_card
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("steps", [[MIXED, MIXED[3:], MIXED[:3]], [DECODE, DECODE[:2], [(1, 900)]]])
+def test_a_step_keeps_its_plan_while_the_host_is_ahead(
+    steps: list[list[tuple[int, int]]], is_kept: bool
+) -> None:
+    geometry = params(head_dim=64)
+    planner = FlashInferPlanner(geometry, "cuda", torch.bfloat16)
+    found, asked = [], []
+    for rows in steps:
+        views = make_views(rows, 16)
+        indptrs = build_paged_indptrs(views, 16)
+        asked.append((make_query(indptrs, geometry), make_pool(views, geometry), indptrs))
+    planner.plan(asked[0][2])
+    planner.run(*asked[0][:2])
+    torch.cuda.synchronize()
+    for query, pool, indptrs in asked:
+        torch.cuda._sleep(40_000_000)
+        if not is_kept:
+            planner = FlashInferPlanner(geometry, "cuda", torch.bfloat16)
+        planner.plan(indptrs)
+        found.append(planner.run(query, pool))
+    for result, call in zip(found, asked, strict=True):
+        assert_close(result, attend(*call, geometry, "reference"))
+
+
+@pytest.mark.gpu
+@needs_card
 @pytest.mark.parametrize("geometry", [params(), params(num_qo_heads=2), latent()])
 def test_a_captured_decode_follows_its_plan(geometry: AttentionParams) -> None:
     size = GraphSize(num_rows=5, max_pages=64)

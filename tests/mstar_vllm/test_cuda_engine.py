@@ -294,6 +294,24 @@ def test_a_shape_answers_as_stock_flash_attention_does(
         assert second == first
 
 
+def test_a_card_that_lags_changes_no_answer(
+    kernels: str, run_engines: Any, tiny_model: Any
+) -> None:
+    model, lag = tiny_model("llama-14-2"), {"worker_cls": "lagging_worker.LaggingWorker"}
+    chunks = {"max_num_batched_tokens": 64, "block_size": 16}
+    plain, lagging, bounded, lagging_bounded = run_engines(
+        [
+            stock(model, kernels, ROUND, **chunks),
+            job(model, kernels, None, ROUND, **chunks, **lag),
+            job(model, kernels, POLICY, ROUND, **chunks),
+            job(model, kernels, POLICY, ROUND, **chunks, **lag),
+        ]
+    )
+    assert "rounds" in plain and "rounds" in bounded, (plain, bounded)
+    assert lagging == plain
+    assert lagging_bounded == bounded
+
+
 @pytest.mark.skipif(
     not (TWO_CARDS or MAY_SHARE), reason="needs two CUDA cards, or one shared as in one_card.py"
 )
