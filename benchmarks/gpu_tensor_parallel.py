@@ -269,6 +269,8 @@ def main() -> None:
     if options.engine:
         serve(json.loads(options.engine))
         return
+    if options.one_card and options.config:
+        parser.error("--one-card times nothing: leave out --config")
     divided = two_ranks(options.one_card)
     failures = print_tokens(options.tokens, options.dtype, divided) if options.tokens else []
     if options.config:

@@ -52,7 +52,7 @@ class MStarFlashInferMetadataBuilder(FlashInferMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._visibility = device_visibility(kv_cache_spec, vllm_config, device, True)
         self._row_buffers = RowPlanBuffers(device)
-        self._plan = PlanInFlight()
+        self._plan = PlanInFlight(device)
         if self._visibility is not None:
             # It would advance the runner's own lengths.
             self.supports_draft_decode_metadata_update = False
@@ -78,25 +78,29 @@ class MStarFlashInferMetadataBuilder(FlashInferMetadataBuilder):
         has_rows = seen is not batch and batch.max_query_len > 1
         if has_rows:
             self._row_buffers.reserve(seen, self.page_size)
-        with self._plan.replaced_by(self), self._planning_rows() if has_rows else nullcontext():
+        buffers = self._planning_rows(seen.num_reqs) if has_rows else nullcontext()
+        with self._plan.replaced_by(None), buffers:
             return super().build(common_prefix_len, seen, fast_build)
 
     @contextmanager
-    def _planning_rows(self) -> Iterator[None]:
+    def _planning_rows(self, num_rows: int) -> Iterator[None]:
         """Let the parent plan into buffers made for rows.
 
         Its own hold as many rows as there can be requests, and captured graphs read them, as do the
-        wrappers it keeps for graphs.
+        wrappers and the masks of drafts that it keeps for graphs.
         """
-        own = {name: getattr(self, name) for name in (*RowPlanBuffers.NAMES, "enable_cuda_graph")}
-        for name in RowPlanBuffers.NAMES:
-            setattr(self, name, getattr(self._row_buffers, name))
-        self.enable_cuda_graph = False
+        made: dict[str, Any] = {
+            **{name: getattr(self._row_buffers, name) for name in RowPlanBuffers.NAMES},
+            "enable_cuda_graph": False,
+            "max_num_reqs": num_rows,
+            "_decode_mask_cache": {},
+        }
+        own = {name: getattr(self, name) for name in made}
+        vars(self).update(made)
         try:
             yield
         finally:
-            for name, value in own.items():
-                setattr(self, name, value)
+            vars(self).update(own)
 
 
 class RowPlanBuffers:

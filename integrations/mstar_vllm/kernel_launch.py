@@ -13,8 +13,8 @@ class OneForm:
     """A Triton kernel of which no argument's value or alignment makes a form of its own.
 
     So it is compiled once for a device and its constants, not at a request's first such argument,
-    and launched without Triton's look at every argument, which takes longer than all else that is
-    planned for a step. Its arguments must keep their dtypes; constants are the parameters annotated
+    and launched without Triton's look at every argument, which takes longer than the launch and
+    delays the step. Its arguments must keep their dtypes; constants are the parameters annotated
     as such, they come last and in their order.
     """
 

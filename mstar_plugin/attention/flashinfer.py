@@ -234,7 +234,7 @@ def _workspace(device: torch.device) -> Tensor:
 
 @cache
 def _last_plan(device: torch.device) -> PlanInFlight:
-    return PlanInFlight()
+    return PlanInFlight(device)
 
 
 def _blind_queries(

@@ -69,10 +69,10 @@ class PinnedIndexRing:
     asynchronous.
 
     `depth` sets of buffers, one per plan. `begin_plan` moves to the next set and waits until the
-    copies out of it have completed: those of a plan are covered by an event recorded, on the stream
-    the plan ran on, when the next plan begins. Plans must not overlap. A set starts with `per_plan`
-    buffers of `numel` entries and grows with the plan. Without CUDA the buffers are ordinary memory
-    and there is nothing to wait for.
+    copies out of it have completed: those of a plan are covered by an event recorded, on the
+    current device's stream that the plan ran on, when the next plan begins. Plans must not overlap.
+    A set starts with `per_plan` buffers of `numel` entries and grows with the plan. Without CUDA
+    the buffers are ordinary memory and there is nothing to wait for.
     """
 
     def __init__(self, numel: int = 4096, depth: int = 2, per_plan: int = 4) -> None:

@@ -194,7 +194,7 @@ def test_a_cache_in_eight_bits_deviates_as_stocks_does(
     print(
         f"{kernels}, {EIGHT_BITS}: {deviation:.2e}, stock {found.rounding:.2e}, other {other:.2e}"
     )
-    assert deviation < 3 * found.rounding and deviation < other
+    assert deviation < 3 * found.rounding and deviation < other / 3
 
 
 def test_eight_horizons_fit_in_the_pages_of_one_session(
