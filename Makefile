@@ -6,6 +6,7 @@ GEMMA   := .models/gemma-3-270m
 MODEL   ?= $(SMOLLM2)
 PORT    ?= 8000
 ARGS    ?=
+export ARGS
 PYTHON  ?=
 BIN     := .venv/bin
 
@@ -22,7 +23,7 @@ model-gemma: env
 	@test -d $(GEMMA) || $(BIN)/python scripts/fetch_model.py $(notdir $(GEMMA))
 
 serve: env $(if $(filter $(SMOLLM2),$(MODEL)),model)
-	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT) -- $(ARGS)
+	@exec $(BIN)/python scripts/serve.py --model "$(MODEL)" --port $(PORT)
 
 # One thread for small tensors: more would only wait for one another. Engines choose their own.
 # Tests of a file share what they start, so a file stays in one worker.

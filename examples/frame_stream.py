@@ -1,11 +1,11 @@
 """Stream frames from a served token world model, for far longer than its rings reach.
 
     python scripts/frame_model.py
-    vllm serve .models/tiny/frame-decoder --attention-backend mstar --max-num-batched-tokens 64 \\
-        --max-num-seqs 8 --max-model-len 131072
+    make serve MODEL=.models/tiny/frame-decoder ARGS='--max-num-batched-tokens 64 \\
+        --max-num-seqs 8 --max-model-len 131072 --num-gpu-blocks-override 100'
     python examples/frame_stream.py --frames 400
 
-Shows every frame as a row of shades, how long the last ones took, and how much of the server's KV
+Shows every frame as a row of shades, how long one took so far, and how much of the server's KV
 pool is in use: neither grows. The weights are random, so the pictures mean nothing.
 """
 
@@ -75,9 +75,8 @@ def main() -> None:
     for number, frame in enumerate(frames_of(tokens), start=1):
         print(f"{number:6d} |{shaded(frame)}|", end="", flush=True)
         if number % 50 == 0:
-            now = time.perf_counter()
-            print(f" {(now - began) * 20:.1f} ms a frame, pool {pool_usage():.1%}", end="")
-            began = now
+            spent = 1000 * (time.perf_counter() - began) / number
+            print(f" {spent:.1f} ms a frame, pool {pool_usage():.1%}", end="")
         print(flush=True)
 
 

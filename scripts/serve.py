@@ -1,7 +1,8 @@
 """Start `vllm serve` with the mstar backend and print a request to paste once it answers.
 
 The server takes this process's place, so signals and the exit code are its own. A forked child
-waits for it to answer and ends.
+waits for it to answer and ends. Further arguments of `vllm serve` are the words of the environment
+variable ARGS; JSON without blanks needs no quotes there.
 """
 
 from __future__ import annotations
@@ -52,6 +53,21 @@ def resolve(model: str, port: int, extra: tuple[str, ...]) -> Launch:
     )
 
 
+def words(arguments: str) -> tuple[str, ...]:
+    """The words of a line, in which JSON stays as it is.
+
+    Example: `--flag '{"a": 1}' {"b":2}` -> `--flag`, `{"a": 1}`, `{"b":2}`.
+    """
+    try:
+        found = shlex.split(arguments.replace("\\\n", " "), posix=False)
+    except ValueError as error:
+        raise SystemExit(f"ARGS must close its quotes ({error}), got {arguments}") from None
+    quotes = ("'", '"')
+    return tuple(
+        word[1:-1] if word[0] in quotes and word[-1] == word[0] else word for word in found
+    )
+
+
 def require_free_port(port: int) -> None:
     """vLLM would say the same in a traceback of thirty lines."""
     with socket.socket() as probe:
@@ -90,10 +106,10 @@ def request(launch: Launch) -> str:
     body: dict[str, object] = {"model": launch.name, "max_tokens": 64, "temperature": 0}
     if has_chat:
         path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+        body["messages"] = [{"role": "user", "content": "What is gravity?"}]
     else:
         path = "completions"
-        body["prompt"] = "The capital of France is"
+        body["prompt"] = "Gravity is"
     return (
         f"curl http://{HOST}:{launch.port}/v1/{path} \\\n"
         f"  -H 'Content-Type: application/json' \\\n"
@@ -125,9 +141,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face hub id")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("extra", nargs="*", help="after --: further arguments of `vllm serve`")
     arguments = parser.parse_args()
-    launch = resolve(arguments.model, arguments.port, tuple(arguments.extra))
+    launch = resolve(arguments.model, arguments.port, words(os.environ.get("ARGS", "")))
     require_free_port(launch.port)
     os.chdir(ROOT)
     line = command(launch)

@@ -76,6 +76,25 @@ def test_another_flavour_or_python_or_requirement_makes_it_incomplete(
     assert not finished.is_current(None, finished.fingerprint("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", ()),
+        ("--max-model-len 4096", ("--max-model-len", "4096")),
+        ('--flag {"a":{"b":1}} --other', ("--flag", '{"a":{"b":1}}', "--other")),
+        ("""--flag '{"a": 1}' "two words\"""", ("--flag", '{"a": 1}', "two words")),
+        ("--one \\\n  --two", ("--one", "--two")),
+    ],
+)
+def test_arguments_keep_their_json(serve: ModuleType, line: str, words: tuple[str, ...]) -> None:
+    assert serve.words(line) == words
+
+
+def test_arguments_with_an_open_quote_are_refused(serve: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="ARGS must close its quotes"):
+        serve.words("--flag '{")
+
+
 def test_serve_passes_a_local_folder_without_the_network(
     serve: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mstar_vllm import compat
 from mstar_vllm.ring_plan import adopt_frame_as_block
 from mstar_vllm.serving import serving_plan
+from mstar_vllm.settings import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +21,7 @@ def check_configuration(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config is None:
         return
     _check_block_size(vllm_config)
+    _check_kernels(vllm_config)
     plan = serving_plan(vllm_config)
     if plan.ring is not None:
         adopt_frame_as_block(vllm_config, plan.ring)
@@ -34,4 +36,15 @@ def _check_block_size(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"--block-size must be a multiple of {BLOCK_MULTIPLE} with mstar, "
             f"got {cache.block_size}"
+        )
+
+
+def _check_kernels(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    kernels = settings_of(vllm_config).kernels
+    if kernels is not None and current_platform.is_cpu():
+        raise ValueError(
+            "additional_config['mstar']['kernels'] must be left out on CPU, which has kernels of "
+            f"its own, got {kernels!r}"
         )

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 on success, 2 where the input cannot be used, with one sentence on stderr."""
     options = _parser().parse_args(arguments)
     try:
+        _require_adapters()
         print(_model_output(options) if options.path else _list_output(options), flush=True)
     except BrokenPipeError:
         # Whoever reads has had enough, as `head` does; the interpreter's own flush must not fail.
@@ -58,6 +59,15 @@ def _parser() -> argparse.ArgumentParser:
         "--protected-prefix", type=int, help="retention: tokens never released (default: 0)"
     )
     return parser
+
+
+def _require_adapters() -> None:
+    """Its own come by entry points too, so that a checkout that is not installed has none."""
+    if not load_adapters().entries:
+        raise ValueError(
+            "mstar-plugin must be installed where its adapters are asked for, got "
+            f"{sys.executable or 'a Python'} without any: use the Python of its environment"
+        )
 
 
 def _list_output(options: argparse.Namespace) -> str:

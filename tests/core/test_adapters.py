@@ -393,3 +393,15 @@ def test_command_lists_adapters_in_a_process_of_its_own() -> None:
     rows = {row["adapter"]: row for row in json.loads(done.stdout)}
     assert rows["llama"]["distribution"] == "mstar-plugin"
     assert "LlamaForCausalLM" in rows["llama"]["architectures"]
+
+
+def test_a_python_without_adapters_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "mstar_plugin.adapters.__main__.load_adapters", lambda: AdapterRegistry(entries=())
+    )
+    assert main([]) == 2
+    assert f"must be installed where its adapters are asked for, got {sys.executable}" in (
+        capsys.readouterr().err
+    )

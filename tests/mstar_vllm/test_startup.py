@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -51,6 +52,11 @@ def test_a_policy_is_accepted_where_it_can_be_honoured(configure: Callable[..., 
         ({"additional_config": {"mstar": {"retention": {"context_budget": 0}}}}, "context_budget"),
         ({"additional_config": {"mstar": 5}}, "additional_config"),
         ({"block_size": 24}, "--block-size must be a multiple of 16"),
+        pytest.param(
+            {"additional_config": {"mstar": {"kernels": "flashinfer"}}},
+            "['kernels'] must be left out on CPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="is for CPU"),
+        ),
         (
             {"additional_config": RETENTION, "kv_sharing_fast_prefill": True},
             "cannot bound requests with fast prefill",
